@@ -1,0 +1,83 @@
+"""Reading a file: TOML in, one frozen `Config` out, or every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from pydantic import BaseModel, ValidationError
+
+from proxy.config import problems, rules
+from proxy.config.sections import ApiKey, Config
+from proxy.config.values import Secret
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. `problems`: one line each, `FILE: key.path: what is wrong`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+def load(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:
+    """Read, validate and cross-check a file. Raises `ConfigError` with every problem found."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"{path}: not UTF-8 at byte {error.start}"]) from None
+    return loads(text, env, source=str(path), folder=Path(path).parent)
+
+
+def loads(
+    text: str, env: Mapping[str, str] = os.environ, *, source: str = "config", folder: Path = Path()
+) -> Config:
+    """`load` for text. source: the name in messages. folder: where relative paths start."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([problems.syntax(source, str(error))]) from None
+    context = {"env": env, "folder": folder}
+    wrong: list[str] = []
+    doubtful: frozenset[str] = frozenset()
+    try:
+        config = Config.model_validate(data, context=context)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        wrong = [problems.line(dict(e), Config) for e in found]
+        # The sound sections are still checked against each other, so that one run shows all there is to mend.
+        doubtful = frozenset(str(e["loc"][0]) for e in found)
+        sound = {key: value for key, value in data.items() if key not in doubtful}
+        config = Config.model_validate(sound, context=context)
+    wrong += rules.check(config, doubtful)
+    if wrong:
+        raise ConfigError([f"{source}: {problem}" for problem in wrong])
+    return config
+
+
+def effective(config: Config) -> dict[str, object]:
+    """The configuration with every default filled in and every secret masked, as plain data."""
+    return cast(dict[str, object], _plain(config))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, ApiKey):
+        hashed = f"{value.sha256[:8]}…" if value.sha256 else None
+        return {"name": value.name, "key": _plain(value.key), "sha256": hashed}
+    if isinstance(value, BaseModel):
+        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Secret):
+        return f"*** ({value.reference})"
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,315 @@
+"""Every key there is, declared once, and what the file means when read as a whole.
+
+Rules
+1. A section is frozen, and takes no key that is not declared here. docs/configuration.md and config.toml name
+   each key (a test compares them).
+2. Times are seconds, sizes bytes, contexts tokens; the name of the key or the page says which.
+3. No rule between keys lives here: those are in `rules`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from policies import BreakerParams, RetryParams, RouterParams, Tier, TokenRatio
+from proxy.config import rules
+from proxy.config.values import (
+    STRICT,
+    AbsolutePath,
+    Array,
+    BaseUrl,
+    Bits,
+    Bytes,
+    Count,
+    CountOrNone,
+    Digest,
+    ExistingFile,
+    HostName,
+    JsonTable,
+    Name,
+    Origin,
+    Port,
+    Records,
+    Seconds,
+    SecondsOrOff,
+    SecretRef,
+    Tokens,
+    parameters,
+)
+
+
+class Section(BaseModel):
+    model_config = STRICT
+
+
+class ApiKey(Section):
+    """One client. Its name is the tenant in records; the key is compared by hash and never kept."""
+
+    name: Name
+    key: SecretRef | None = None
+    sha256: Digest | None = None
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the key, hex."""
+        return self.sha256 or hashlib.sha256(self.key.reveal().encode() if self.key else b"").hexdigest()
+
+
+class Server(Section):
+    """The listener that clients talk to."""
+
+    host: HostName = "127.0.0.1"
+    port: Port = 8080
+    max_body_bytes: Bytes = 64 * 1024 * 1024
+    keepalive_timeout: Seconds = 75.0
+    body_timeout: Seconds = 60.0
+    backlog: Count = 1024
+    drain_timeout: Seconds = 30.0
+    cors_origins: Array[Origin] = ()
+    keys: Array[ApiKey] = ()
+    allow_unauthenticated: bool = False
+    public_paths: Array[AbsolutePath] = ("/health", "/ready", "/version", "/metrics")
+    uvloop: Literal["auto", "on", "off"] = "auto"
+
+
+class Admin(Section):
+    """The operator's listener."""
+
+    enabled: bool = True
+    host: HostName = "127.0.0.1"
+    port: Port = 8081
+    key: SecretRef | None = None
+    metrics_on: Literal["data", "admin", "both"] = "data"
+
+
+class Quality(Section):
+    """What a backend's weights are worth. kl_bits: mean KL from the reference, in bits per position."""
+
+    reference: bool = False
+    kl_bits: Bits | None = None
+
+
+class Limits(Section):
+    """Capacities. Absent: what the backend reports, or a conservative default."""
+
+    window_tokens: Tokens | None = None
+    max_in_flight: Count | None = None
+    kv_tokens: Tokens | None = None
+
+
+class Tls(Section):
+    ca: ExistingFile | None = None
+    verify: bool = True
+
+
+class Timeouts(Section):
+    """Seconds. For the first token: `first_token`, and more for every 1000 uncached context tokens."""
+
+    connect: Seconds = 5.0
+    first_token: Seconds = 60.0
+    first_token_per_1k_tokens: SecondsOrOff = 1.0
+    gap: Seconds = 60.0
+    total: Seconds = 3600.0
+    client_idle: Seconds = 60.0
+    keepalive_after: SecondsOrOff = 15.0
+    keepalive_interval: Seconds = 15.0
+
+
+class BackendTimeouts(Section):
+    """The part of `Timeouts` that one backend may have of its own."""
+
+    connect: Seconds | None = None
+    first_token: Seconds | None = None
+    first_token_per_1k_tokens: SecondsOrOff | None = None
+    gap: Seconds | None = None
+    total: Seconds | None = None
+
+
+class Backend(Section):
+    """One server: a URL. `model`: its name for the model; absent: the first that /v1/models lists."""
+
+    name: Name
+    url: BaseUrl
+    model: str | None = None
+    profile: Name | None = None
+    key: SecretRef | None = None
+    quality: Quality = Quality()
+    limits: Limits = Limits()
+    tls: Tls = Tls()
+    timeouts: BackendTimeouts = BackendTimeouts()
+    health_path: AbsolutePath = "/health"
+    metrics_path: AbsolutePath = "/metrics"
+    stream_usage: bool = True
+    max_idle: CountOrNone | None = None
+
+
+class Model(Section):
+    """A public name. With `alias_of`: another name for a model, with a tier or request fields of its own."""
+
+    backends: Array[Name] = ()
+    alias_of: str | None = None
+    aliases: Array[Name] = ()
+    tier: str | None = None
+    response_model: Literal["backend", "public"] | None = None
+    defaults: JsonTable = Field(default_factory=dict)
+    overrides: JsonTable = Field(default_factory=dict)
+
+
+class TierConfig(Section):
+    """A quality level, over mean KL in bits per position."""
+
+    reference: bool = False
+    max_kl_bits: Bits | None = None
+
+
+BUILT_IN_TIERS: Mapping[str, TierConfig] = {
+    "exact": TierConfig(reference=True),
+    "balanced": TierConfig(),
+    "fast": TierConfig(),
+}
+
+
+def _with_built_in_tiers(value: object) -> object:
+    """A table of the file changes only the keys it names of the built-in tier."""
+    if not isinstance(value, dict):
+        return value
+    tiers: dict[str, object] = {name: tier.model_dump() for name, tier in BUILT_IN_TIERS.items()}
+    for name, table in value.items():
+        built_in = tiers.get(name)
+        tiers[name] = (
+            {**built_in, **table} if isinstance(built_in, dict) and isinstance(table, dict) else table
+        )
+    return tiers
+
+
+class Policy(Section):
+    """How requests are routed. The three tables are the parameters of `policies`, under their own names."""
+
+    default_tier: str = "balanced"
+    output_reserve_tokens: Tokens = 1024
+    router: Annotated[RouterParams, parameters(RouterParams)] = RouterParams()
+    tokens: Annotated[TokenRatio, parameters(TokenRatio)] = TokenRatio()
+    retry: Annotated[RetryParams, parameters(RetryParams)] = RetryParams()
+
+
+class Pool(Section):
+    """Idle connections to backends, each."""
+
+    idle_seconds: Seconds = 4.0
+    max_idle: CountOrNone = 64
+
+
+class Health(Section):
+    """How backends are watched: each probed and asked for its metrics once an interval."""
+
+    interval: Seconds = 2.0
+    timeout: Seconds = 2.0
+    failures_to_eject: Count = 3
+    successes_to_return: Count = 2
+
+    @property
+    def breaker(self) -> BreakerParams:
+        return BreakerParams(self.failures_to_eject, self.successes_to_return)
+
+
+class Telemetry(Section):
+    records: Records = "stdout"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["console", "json"] = "console"
+
+    @property
+    def records_path(self) -> Path | None:
+        """The file that records go to; None for stdout and off."""
+        return Path(self.records.removeprefix("file:")) if self.records.startswith("file:") else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoute:
+    """What a public name means, resolved. backends: names. tier: for requests that ask for none.
+    defaults go into a request where it has no such field, overrides always."""
+
+    name: str
+    target: str
+    backends: tuple[str, ...]
+    tier: str
+    response_model: Literal["backend", "public"]
+    defaults: Mapping[str, object]
+    overrides: Mapping[str, object]
+
+
+class Config(Section):
+    server: Server = Server()
+    admin: Admin = Admin()
+    backends: Array[Backend] = ()
+    models: Annotated[dict[Name, Model], Field(default_factory=dict)]
+    tiers: Annotated[dict[Name, TierConfig], BeforeValidator(_with_built_in_tiers)] = Field(
+        default_factory=lambda: dict(BUILT_IN_TIERS)
+    )
+    policy: Policy = Policy()
+    timeouts: Timeouts = Timeouts()
+    pool: Pool = Pool()
+    health: Health = Health()
+    telemetry: Telemetry = Telemetry()
+
+    @cached_property
+    def routes(self) -> Mapping[str, ModelRoute]:
+        """Every public name, aliases included, in the order of the file."""
+        routes: dict[str, ModelRoute] = {}
+        for name, model in self.models.items():
+            for public in (name, *model.aliases):
+                routes[public] = self._route(public, name)
+        return routes
+
+    def _route(self, public: str, name: str) -> ModelRoute:
+        """Walk from an alias to its model; what stands nearer to the public name wins."""
+        tier = response_model = None
+        defaults: Mapping[str, object] = {}
+        overrides: Mapping[str, object] = {}
+        while True:
+            model = self.models[name]
+            tier = tier or model.tier
+            response_model = response_model or model.response_model
+            defaults = _merged(model.defaults, defaults)
+            overrides = _merged(model.overrides, overrides)
+            if model.alias_of is None:
+                break
+            name = rules.owner(self, model.alias_of) or model.alias_of
+        return ModelRoute(
+            name=public,
+            target=name,
+            backends=model.backends or tuple(backend.name for backend in self.backends),
+            tier=tier or self.policy.default_tier,
+            response_model=response_model or "backend",
+            defaults=defaults,
+            overrides=overrides,
+        )
+
+    def resolve(self, model: str) -> ModelRoute | None:
+        """What a client's `model` means; None for a name that is not ours."""
+        return self.routes.get(model)
+
+    def tier(self, name: str) -> Tier | None:
+        found = self.tiers.get(name)
+        return None if found is None else Tier(name, found.reference, found.max_kl_bits)
+
+    def backend(self, name: str) -> Backend:
+        return next(backend for backend in self.backends if backend.name == name)
+
+    def timeouts_for(self, backend: Backend) -> Timeouts:
+        """The general timeouts, with this backend's own in their place."""
+        return self.timeouts.model_copy(update=backend.timeouts.model_dump(exclude_none=True))
+
+
+def _merged(under: Mapping[str, object], over: Mapping[str, object]) -> Mapping[str, object]:
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = {**below, **value} if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,247 @@
+"""The kinds of values a configuration holds, each with the words for what was expected.
+
+Rules
+1. Strict: a string is never a number, a number never a string; units are in the message.
+2. A value that may be a secret, or may hold one, is never repeated: its message is a whole rule (`broken`).
+3. What is read from the environment or a file is read here, once, while loading.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
+from urllib.parse import urlsplit
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    GetPydanticSchema,
+    PlainValidator,
+    ValidationInfo,
+    create_model,
+)
+from pydantic_core import PydanticCustomError, core_schema
+
+STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+def expected(what: str) -> PydanticCustomError:
+    """A value of the wrong kind: `config_problems` adds what it got."""
+    return PydanticCustomError("expected", "expected " + what)
+
+
+def broken(rule: str) -> PydanticCustomError:
+    """A value that breaks a rule; worded whole, because the value may hold what must not be printed."""
+    return PydanticCustomError("rule", rule)
+
+
+def _quantity(
+    kind: type, what: str, least: float, *, above: bool = False, most: float = 2**53
+) -> BeforeValidator:
+    def check(value: object) -> object:
+        number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        fits = number and (cast(float, value) > least if above else cast(float, value) >= least)
+        if not fits or cast(float, value) > most:
+            raise expected(what)
+        return value
+
+    return BeforeValidator(check)
+
+
+Seconds = Annotated[float, _quantity(float, "a number of seconds above 0", 0, above=True)]
+SecondsOrOff = Annotated[float, _quantity(float, "a number of seconds, or 0 for never", 0)]
+Bytes = Annotated[int, _quantity(int, "a whole number of bytes, at least 1", 1)]
+Tokens = Annotated[int, _quantity(int, "a whole number of tokens, at least 1", 1)]
+Count = Annotated[int, _quantity(int, "a whole number, at least 1", 1)]
+CountOrNone = Annotated[int, _quantity(int, "a whole number, at least 0", 0)]
+Bits = Annotated[float, _quantity(float, "a number of bits per position, at least 0", 0)]
+Port = Annotated[int, _quantity(int, "a port, 0 to 65535 (0: any free one)", 0, most=65535)]
+
+T = TypeVar("T")
+
+
+def _to_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Array = Annotated[tuple[T, ...], BeforeValidator(_to_tuple)]
+
+
+def _matches(pattern: str, what: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
+            raise expected(what)
+        return value
+
+    return BeforeValidator(check)
+
+
+Name = Annotated[
+    str, _matches(r"[A-Za-z0-9][\w.:/@+-]{0,127}", "a name of letters, digits and . _ - : / @ +, at most 128")
+]
+HostName = Annotated[
+    str, _matches(r"[^\s/\[\]]+", 'a host name or an address without brackets, such as "::"')
+]
+AbsolutePath = Annotated[str, _matches(r"/[!-~]*", 'a path that starts with "/"')]
+Origin = Annotated[
+    str, _matches(r"\*|https?://[^\s/?#@]+", 'an origin such as "https://app.example.org" (no path), or "*"')
+]
+Digest = Annotated[
+    str, _matches(r"[0-9a-f]{64}", "64 lower-case hex digits, as printed by `tierline keys hash`")
+]
+
+
+def _base_url(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[!-~]+", value):
+        raise broken(
+            'expected "http://HOST:PORT" or "https://HOST:PORT", with a path where the backend has one'
+        )
+    try:
+        parts = urlsplit(value)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise broken("the host or port of this URL cannot be read") from None
+    if "@" in parts.netloc:
+        raise broken('credentials do not belong into a URL: use key = "env:NAME"')
+    if "?" in value or "#" in value:
+        raise broken("a base URL has no query and no fragment")
+    if not host:
+        raise broken("this URL has no host")
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        raise broken('leave out the "/v1" at the end: the endpoint\'s own path is added')
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+BaseUrl = Annotated[str, BeforeValidator(_base_url)]
+
+
+def _context(info: ValidationInfo) -> tuple[Mapping[str, str], Path]:
+    context: Mapping[str, Any] = info.context or {}
+    return context.get("env", {}), context.get("folder", Path())
+
+
+def _existing_file(value: object, info: ValidationInfo) -> object:
+    if not isinstance(value, str):
+        raise expected("the path of a file")
+    path = _context(info)[1] / value
+    if not path.is_file():
+        raise broken(f"no such file: {path}")
+    return str(path)
+
+
+ExistingFile = Annotated[str, BeforeValidator(_existing_file)]
+
+
+def _records(value: object, info: ValidationInfo) -> object:
+    if value in ("stdout", "off"):
+        return value
+    if not isinstance(value, str) or not value.startswith("file:") or value == "file:":
+        raise expected('"stdout", "off" or "file:PATH"')
+    return f"file:{_context(info)[1] / value.removeprefix('file:')}"
+
+
+Records = Annotated[str, BeforeValidator(_records)]
+
+
+class Secret:
+    """A value that is used and never shown. `reference` says where it came from; it is no secret."""
+
+    __slots__ = ("_value", "reference")
+
+    def __init__(self, value: str, reference: str) -> None:
+        self._value = value
+        self.reference = reference
+
+    def reveal(self) -> str:
+        return self._value
+
+    def __repr__(self) -> str:
+        return "***"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
+def _read_secret(value: object, info: ValidationInfo) -> Secret:
+    if isinstance(value, Secret):
+        return value
+    env, folder = _context(info)
+    source, _, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if source not in ("env", "file") or not rest:
+        raise broken(
+            "a key is never written into this file: put it into an environment variable or a file of its "
+            'own, and write "env:NAME" or "file:PATH"'
+        )
+    if source == "env":
+        if rest not in env:
+            raise broken(f"environment variable {rest} is not set")
+        secret = env[rest].strip()
+    else:
+        try:
+            secret = (folder / rest).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise broken(f"{folder / rest} cannot be read: {why}") from None
+    if not secret:
+        raise broken(f"{value} is empty")
+    if not re.fullmatch(r"[!-~]+", secret):
+        raise broken(f"{value} holds characters that cannot go into a header")
+    return Secret(secret, cast(str, value))
+
+
+SecretRef = Annotated[Secret, PlainValidator(_read_secret)]
+
+
+def _json_table(value: object) -> Mapping[str, object]:
+    """Request fields: JSON values, with tables nested once (`chat_template_kwargs.enable_thinking`)."""
+    if not isinstance(value, dict):
+        raise expected("a table")
+    for key, item in value.items():
+        if key in ROUTED_FIELDS:
+            raise broken(f'"{key}" belongs to the request itself and cannot be set here')
+        for path, leaf in (
+            ((f"{key}.{k}", v) for k, v in item.items()) if isinstance(item, dict) else [(key, item)]
+        ):
+            _json_value(path, leaf)
+    return cast(Mapping[str, object], value)
+
+
+# Set by the client and read by routing; splicing them would change what was decided.
+ROUTED_FIELDS = frozenset({"model", "messages", "prompt", "input", "stream", "stream_options"})
+
+
+def _json_value(path: str, value: object) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _json_value(path, item)
+    elif isinstance(value, dict):
+        raise broken(f"{path}: tables can be nested once, not deeper")
+    elif not isinstance(value, (str, int, float)):
+        raise broken(f"{path}: a TOML date or time has no JSON form; write a string")
+    elif isinstance(value, float) and not -1e308 <= value <= 1e308:
+        raise broken(f"{path}: JSON has no infinity and no NaN")
+
+
+JsonTable = Annotated[Mapping[str, object], PlainValidator(_json_table)]
+
+
+def parameters(cls: type) -> GetPydanticSchema:
+    """A table read into a frozen dataclass of `policies`; fields and defaults are declared only there."""
+    hints = get_type_hints(cls)
+    fields: dict[str, Any] = {
+        f.name: (hints[f.name], f.default if f.default is not dataclasses.MISSING else ...)
+        for f in dataclasses.fields(cls)
+    }
+    table = create_model(cls.__name__, __config__=STRICT, **fields)
+
+    def schema(_: object, handler: Callable[[object], core_schema.CoreSchema]) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(lambda read: cls(**dict(read)), handler(table))
+
+    return GetPydanticSchema(schema)
