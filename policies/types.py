@@ -1,7 +1,8 @@
 """The values that policies read and return.
 
 Rules: frozen, slotted, standard library only. A policy never sees a live object: the pool hands it
-`BackendView`s (a snapshot), the handler a `RequestFacts`; what comes back is a `Decision` that explains itself.
+`BackendView`s (a snapshot), the handler a `RequestFacts`; what comes back is a `Decision` that explains
+itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class DropReason(StrEnum):
     TIER = "tier"
     FULL = "full"
     TRIED = "tried"
+    PINNED_ELSEWHERE = "pinned_elsewhere"  # another backend holds what the request refers to
 
 
 class ChooseReason(StrEnum):
@@ -83,8 +85,8 @@ class RequestFacts:
 class BackendView:
     """One backend as seen at the moment of a decision.
 
-    window_tokens: max_model_len, None if unknown. in_flight, in_flight_tokens: ours, counted.
-    running, waiting, kv_usage (0..1): the engine's own, polled; `polled_age` seconds old, None if never polled.
+    window_tokens: max_model_len, None if unknown. in_flight, in_flight_tokens: ours, counted. running,
+    waiting, kv_usage (0..1): the engine's own, polled; `polled_age` seconds old, None if never polled.
     max_in_flight and kv_tokens: capacities (configured, reported, or conservative defaults).
     """
 

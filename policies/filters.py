@@ -1,0 +1,86 @@
+"""Which backends may serve a request. One function per reason, `None` meaning "may".
+
+Rules: a filter reads the facts, one view and the params; it never compares backends. FILTERS is ordered and
+the first reason stands, so what waiting cannot mend comes before what it can: a backend that is too small
+*and* full says "prompt_too_long", and a 429 promises nothing that cannot come true. A missing or stale
+signal never drops a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from policies.params import RouterParams
+from policies.types import BackendView, DropReason, RequestFacts
+
+Filter = Callable[[RequestFacts, BackendView, RouterParams], DropReason | None]
+
+
+def tier(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """Quality below what was asked for: never a silent downgrade.
+
+    A reference backend satisfies every tier. Otherwise a tier that wants the reference drops, and a tier
+    with a bound drops a backend whose KL (bits per position) exceeds it or is unknown.
+    """
+    if backend.reference:
+        return None
+    wanted = facts.tier
+    if wanted.reference:
+        return DropReason.TIER
+    if wanted.max_kl_bits is None:
+        return None
+    if backend.kl_bits is not None and backend.kl_bits <= wanted.max_kl_bits:
+        return None
+    return DropReason.TIER
+
+
+def prompt_too_long(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """The prompt surely exceeds the window: its low bound does. Near the edge the backend judges.
+
+    Tokens both. Window unknown: passes.
+    """
+    window = backend.window_tokens
+    if window is not None and facts.prompt.low > window:
+        return DropReason.PROMPT_TOO_LONG
+    return None
+
+
+def unhealthy(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """Ejected after failures; only a probe brings it back."""
+    return None if backend.healthy else DropReason.UNHEALTHY
+
+
+def draining(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """Finishes what it has, takes nothing new."""
+    return DropReason.DRAINING if backend.draining else None
+
+
+def kv_full(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """The engine has no KV cache left and already lets requests wait.
+
+    Drops when kv_usage >= kv_limit and waiting > 0, polled less than fresh_seconds ago. A full cache alone
+    is no reason: a busy engine that nobody waits for is doing its work. Either number missing, or stale:
+    passes.
+    """
+    if not backend.waiting or backend.kv_usage is None or backend.polled_age is None:
+        return None
+    if backend.kv_usage >= params.kv_limit and backend.polled_age < params.fresh_seconds:
+        return DropReason.KV_FULL
+    return None
+
+
+def full(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """As many requests of ours are in flight as the backend may have. Counted here, so never stale."""
+    return DropReason.FULL if backend.in_flight >= backend.max_in_flight else None
+
+
+FILTERS: tuple[Filter, ...] = (tier, prompt_too_long, unhealthy, draining, kv_full, full)
+
+
+def drop_reason(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """The first reason against this backend, None if it may serve the request."""
+    for judge in FILTERS:
+        reason = judge(facts, backend, params)
+        if reason is not None:
+            return reason
+    return None
