@@ -2,7 +2,7 @@
 
 Rules: adding a gap is one search in a fixed table and one count, whatever came before; memory is bounded by
 the table. Edges are geometric, at most 8 % apart, and hold every edge of the exported histogram, so folding
-into the exported buckets loses nothing. A bin holds what is above its lower edge, up to and including its upper.
+into the exported buckets loses nothing. A bin holds what is above its lower edge, up to its upper edge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 # Edges of `tierline_inter_token_latency_seconds`, seconds: fine where tokens arrive, 0.2 ms to 2 s.
 GAP_BUCKETS = (
@@ -81,15 +81,21 @@ class GapHistogram:
         """(bin, gaps in it) for every bin that has any; `BUCKET_OF_BIN[bin]` is its exported bucket."""
         return iter(self._counts.items())
 
-    def quantile(self, q: float) -> float | None:
-        """The lowest edge that a share `q` of the gaps does not exceed, at most `max`; None when empty."""
-        rank = max(1, math.ceil(q * self.count))
-        below = 0
-        for where in sorted(self._counts):
-            below += self._counts[where]
-            if below >= rank:
-                return min(EDGES[where], self.max) if where < len(EDGES) else self.max
-        return None
+    def quantiles(self, *shares: float) -> list[float | None]:
+        """For each share: the lowest edge that this share of the gaps does not exceed, at most `max`.
+        None when empty."""
+        if not self._counts:
+            return [None] * len(shares)
+        bins = sorted(self._counts)
+        passed = list(accumulate(map(self._counts.__getitem__, bins)))
+        found: list[float | None] = []
+        for share in shares:
+            where = bins[bisect_left(passed, max(1, math.ceil(share * passed[-1])))]
+            found.append(min(EDGES[where], self.max) if where < len(EDGES) else self.max)
+        return found
+
+    def quantile(self, share: float) -> float | None:
+        return self.quantiles(share)[0]
 
     def __repr__(self) -> str:
         return f"GapHistogram(count={self.count}, max={self.max:.6f})"

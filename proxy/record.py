@@ -1,0 +1,379 @@
+"""What happened to one request: marked along its path, closed exactly once, written as one line of JSON.
+
+Rules: the handler makes a `Record` at accept and closes it in a `finally`; closing twice raises.
+Marks are monotonic seconds. `measures` is the only place where DESIGN's words (TTFT, chunk gap, TPOT, …) are
+computed; records and metrics both come from it. No prompt, answer, key or raw session is ever in a record.
+Writing is off the response path: lines are batched, one thread at a time writes, a full buffer drops
+and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import orjson
+
+from policies.types import Drop
+from proxy.clock import Clock, Timer
+from proxy.errors import Outcome
+from proxy.wire.timing import GapHistogram
+
+log = logging.getLogger(__name__)
+
+MAX_LINE_BYTES = 4096  # a longer line has names in it that are too long to be one
+MAX_TEXT = 200  # characters that are kept of each text in such a line
+# The whole answer passed, so what lies between its last byte in and its last byte out was ours.
+_WHOLE = frozenset({Outcome.OK, Outcome.UPSTREAM_REJECTED})
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One request. Times: monotonic seconds, None until (or unless) that point was reached.
+
+    time: wall clock at accept, seconds since the epoch. model: the public name asked for; target: the
+    model it is an alias of. tenant: the name of the key. session_hash: a short hash of the session.
+    queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
+    attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
+    first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
+    read. finished_at: last byte written. prompt_tokens, completion_tokens, cached_tokens: usage as reported.
+    status: sent to the client. error: a short word for the kind of failure, no content.
+    """
+
+    request_id: str
+    api: str
+    path: str
+    accepted_at: float
+    time: float
+    model: str | None = None
+    target: str | None = None
+    tier_asked: str | None = None
+    tier: str | None = None
+    backend: str | None = None
+    reason: str | None = None
+    drops: tuple[Drop, ...] = ()
+    attempts: int = 0
+    tenant: str | None = None
+    session_hash: str | None = None
+    stream: bool = False
+    tools: bool = False
+    body_read_at: float | None = None
+    queued_at: float | None = None
+    admitted_at: float | None = None
+    dispatched_at: float | None = None
+    first_delta_at: float | None = None
+    last_delta_at: float | None = None
+    last_upstream_at: float | None = None
+    finished_at: float | None = None
+    backoff_seconds: float = 0.0
+    prompt_tokens_estimate: int | None = None
+    prompt_tokens_low: int | None = None
+    prompt_tokens_high: int | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+    finish_reason: str | None = None
+    outcome: Outcome = Outcome.INTERNAL  # until someone knows better
+    status: int | None = None
+    error: str | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    closed: bool = False
+
+    def close(self, now: float) -> Measures:
+        """End the record; what is derived from it is returned. Raises RuntimeError the second time."""
+        if self.closed:
+            raise RuntimeError(f"record {self.request_id} closed twice")
+        self.closed = True
+        if self.finished_at is None:
+            self.finished_at = now
+        return measures(self)
+
+
+class Measures(NamedTuple):  # a frozen dataclass takes five times as long to make
+    """Seconds, None where the request has no such thing; the words are DESIGN's."""
+
+    ttft: float | None
+    upstream_ttft: float | None
+    gap_p50: float | None
+    gap_p99: float | None
+    gap_max: float | None
+    tpot: float | None
+    e2e: float
+    queue_wait: float | None
+    overhead: float | None
+
+
+def measures(record: Record) -> Measures:
+    """Every definition in one place.
+
+    TTFT: accept → first content delta sent. Upstream TTFT: dispatch → the same. TPOT: (last − first content
+    delta) ÷ (completion_tokens − 1), from reported usage. E2E: accept → last byte. Queue wait: accept →
+    admitted. Overhead: see `_overhead`. Not streamed: no TTFT, gap or TPOT.
+    """
+    ttft = upstream_ttft = tpot = None
+    gap_p50: float | None = None
+    gap_p99: float | None = None
+    gap_max: float | None = None
+    first, last, tokens = record.first_delta_at, record.last_delta_at, record.completion_tokens
+    if record.stream and first is not None:
+        ttft = first - record.accepted_at
+        if record.dispatched_at is not None:
+            upstream_ttft = first - record.dispatched_at
+        if last is not None and tokens is not None and tokens > 1:
+            tpot = (last - first) / (tokens - 1)
+        gap_p50, gap_p99 = record.gaps.quantiles(0.5, 0.99)
+        gap_max = record.gaps.max if gap_p99 is not None else None
+    finished = record.accepted_at if record.finished_at is None else record.finished_at
+    admitted = record.admitted_at
+    return Measures(
+        ttft=ttft,
+        upstream_ttft=upstream_ttft,
+        gap_p50=gap_p50,
+        gap_p99=gap_p99,
+        gap_max=gap_max,
+        tpot=tpot,
+        e2e=finished - record.accepted_at,
+        queue_wait=None if admitted is None else admitted - record.accepted_at,
+        overhead=_overhead(record),
+    )
+
+
+def _overhead(record: Record) -> float | None:
+    """What Tierline itself added: (accept → dispatch, less reading the body, waiting for admission and
+    earlier attempts) + (last upstream byte → last byte written). None unless an answer passed whole:
+    otherwise the time at the end is a timeout's or the client's.
+
+    The queue-wait *metric* starts at accept, as the client sees it; the wait taken off here starts when the
+    request began to wait, so that parsing and classifying stay counted and the body is not taken off twice.
+    """
+    if record.outcome not in _WHOLE or record.dispatched_at is None or record.finished_at is None:
+        return None
+    before = record.dispatched_at - record.accepted_at - record.backoff_seconds
+    if record.body_read_at is not None:
+        before -= record.body_read_at - record.accepted_at
+    if record.queued_at is not None and record.admitted_at is not None:
+        before -= record.admitted_at - record.queued_at
+    after = record.finished_at - record.last_upstream_at if record.last_upstream_at is not None else 0.0
+    return max(0.0, before) + max(0.0, after)
+
+
+# --- the line --------------------------------------------------------------------------------------------
+
+
+_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_UTC_Z
+
+
+def line(record: Record, derived: Measures) -> bytes:
+    """One line of JSON, newline included; keys that are times end in their unit."""
+    value = _as_dict(record, derived)
+    try:
+        data = orjson.dumps(value, option=_OPTIONS)
+    except TypeError:  # a lone surrogate in a name that a client sent
+        data = b""
+    if not data or len(data) > MAX_LINE_BYTES:
+        data = orjson.dumps({key: _text(item) for key, item in value.items()}, option=_OPTIONS)
+    return data
+
+
+def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
+    start = record.accepted_at
+    body_read, dispatched = record.body_read_at, record.dispatched_at
+    return {
+        "time": datetime.fromtimestamp(record.time, UTC),
+        "request_id": record.request_id,
+        "api": record.api,
+        "path": record.path.partition("?")[0],
+        "model": record.model,
+        "target": record.target,
+        "tier_asked": record.tier_asked,
+        "tier": record.tier,
+        "backend": record.backend,
+        "reason": record.reason,
+        "drops": {drop.backend: drop.reason for drop in record.drops},
+        "attempts": record.attempts,
+        "tenant": record.tenant,
+        "session": record.session_hash,
+        "stream": record.stream,
+        "tools": record.tools,
+        "outcome": record.outcome,
+        "status": record.status,
+        "error": record.error,
+        "finish_reason": record.finish_reason,
+        "prompt_tokens_estimate": record.prompt_tokens_estimate,
+        "prompt_tokens_low": record.prompt_tokens_low,
+        "prompt_tokens_high": record.prompt_tokens_high,
+        "prompt_tokens": record.prompt_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cached_tokens": record.cached_tokens,
+        "body_read_seconds": None if body_read is None else body_read - start,
+        "queue_wait_seconds": derived.queue_wait,
+        "dispatch_seconds": None if dispatched is None else dispatched - start,
+        "backoff_seconds": record.backoff_seconds,
+        "ttft_seconds": derived.ttft,
+        "upstream_ttft_seconds": derived.upstream_ttft,
+        "chunk_gap_p50_seconds": derived.gap_p50,
+        "chunk_gap_p99_seconds": derived.gap_p99,
+        "chunk_gap_max_seconds": derived.gap_max,
+        "tpot_seconds": derived.tpot,
+        "e2e_seconds": derived.e2e,
+        "overhead_seconds": derived.overhead,
+        "bytes_in": record.bytes_in,
+        "bytes_out": record.bytes_out,
+    }
+
+
+def _text(value: object) -> object:
+    """Bounded, and in characters that UTF-8 has."""
+    if type(value) is not str:
+        return value
+    text = value.encode("utf-8", "replace").decode()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+# --- writing ---------------------------------------------------------------------------------------------
+
+Write = Callable[[bytes], None]
+"""Takes whole lines; returns when all are written or raises OSError. Called by one thread at a time."""
+
+
+class Recorder:
+    """Batches lines and has a thread write them, at most `flush_seconds` after they were added.
+
+    `write` None: records are off. At most `capacity` lines wait (and as many are being written); beyond that,
+    and when writing fails, lines are dropped and counted: a slow disk must not slow an answer.
+    """
+
+    def __init__(
+        self, clock: Clock, write: Write | None, *, flush_seconds: float = 0.5, capacity: int = 20_000
+    ) -> None:
+        self._clock = clock
+        self._write = write
+        self._flush_seconds = flush_seconds
+        self._capacity = capacity
+        self._lines: list[bytes] = []
+        self._timer: Timer | None = None
+        self._writing: Future[None] | None = None
+        self._failing = False
+        self._closed = False
+        self.dropped = 0
+
+    def __repr__(self) -> str:
+        return f"Recorder(waiting={len(self._lines)}, dropped={self.dropped}, closed={self._closed})"
+
+    def add(self, record: Record, derived: Measures) -> None:
+        """Take a closed record. Never blocks, never raises for what is in it."""
+        if self._write is None:
+            return
+        if self._closed or len(self._lines) >= self._capacity:
+            self.dropped += 1
+            return
+        self._lines.append(line(record, derived))
+        if self._timer is None:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._timer = self._clock.call_at(self._clock.now() + self._flush_seconds, self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        if self._writing is not None and not self._writing.done():
+            self._arm()  # the disk is slow: the next batch waits, bounded by the capacity
+        elif self._lines:
+            self._start()
+
+    def _start(self) -> None:
+        lines, self._lines = self._lines, []
+        self._writing = Future()
+        self._writing.set_running_or_notify_cancel()  # whoever waits may give up; the thread goes on
+        # Not a pool: a pool's thread, stuck in a blocked pipe, would keep the process alive.
+        threading.Thread(target=self._run, args=(lines, self._writing), name="records", daemon=True).start()
+
+    def _run(self, lines: list[bytes], done: Future[None]) -> None:
+        assert self._write is not None
+        try:
+            self._write(b"".join(lines))
+            if self._failing:
+                log.warning("records are written again; %d were dropped so far", self.dropped)
+            self._failing = False
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            self.dropped += len(lines)
+            if not self._failing:
+                log.error("records cannot be written and are dropped: %s", error)
+            self._failing = True
+        finally:
+            done.set_result(None)
+
+    async def close(self, timeout_seconds: float = 5.0) -> None:
+        """Write what is left; gives up after `timeout_seconds` if the disk hangs. Later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            async with self._clock.timeout_at(self._clock.now() + timeout_seconds):
+                if self._writing is not None:
+                    await asyncio.wrap_future(self._writing)
+                if self._lines:
+                    self._start()
+                    assert self._writing is not None
+                    await asyncio.wrap_future(self._writing)
+        except TimeoutError:
+            self.dropped += len(self._lines)
+            log.error("records could not be written within %g s; %d dropped", timeout_seconds, self.dropped)
+
+
+class FileWriter:
+    """Appends whole lines to a file; follows it when a log rotator moves it away."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = self._open()
+        self._torn = False
+
+    def _open(self) -> int:
+        # Records hold who asked for what and when: not for every user of the machine.
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+
+    def __call__(self, lines: bytes) -> None:
+        if self._moved():
+            os.close(self._fd)
+            self._fd = self._open()
+            self._torn = False
+        if self._torn:  # the disk was full in the middle of a line: end that one before the next begins
+            lines = b"\n" + lines
+        self._torn = True
+        write_all(self._fd, lines)
+        self._torn = False
+
+    def _moved(self) -> bool:
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return True
+        here = os.fstat(self._fd)
+        return (there.st_ino, there.st_dev) != (here.st_ino, here.st_dev)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def write_stdout(lines: bytes) -> None:
+    """Straight to the descriptor: a buffered stream could tear a line that something else prints."""
+    write_all(1, lines)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
