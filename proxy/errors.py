@@ -33,6 +33,7 @@ class ProxyError(Exception):
 
     status: HTTP status while none has been sent. message: for the client: says what to change, names no secret.
     type, code, param: OpenAI's fields (code a string or None). headers: extra response headers (Retry-After).
+    upstream_headers: the backend's, when the error is its answer.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ProxyError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: tuple[tuple[str, str], ...] = (),
+        upstream_headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
         self.outcome = outcome
@@ -54,3 +56,4 @@ class ProxyError(Exception):
         self.code = code
         self.param = param
         self.headers = headers
+        self.upstream_headers = upstream_headers

@@ -1,0 +1,65 @@
+"""Which paths are served, and what each one speaks.
+
+A path that is not here is an OpenAI-shaped 404. `relayed` paths go to a backend; the others are answered here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxy.wire.errors import Api
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """api: shape of errors and streams. body: "json" or "form" (multipart). generates: output tokens count against
+    the window; its context is estimated from prompt and messages."""
+
+    path: str
+    api: Api
+    body: str = "json"
+    generates: bool = False
+
+
+_JSON = (
+    "/v1/embeddings",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/pooling",
+    "/classify",
+    "/tokenize",
+    "/detokenize",
+    "/v1/audio/speech",
+)
+
+RELAYED: dict[str, Endpoint] = {
+    endpoint.path: endpoint
+    for endpoint in (
+        Endpoint("/v1/chat/completions", Api.CHAT, generates=True),
+        Endpoint("/v1/completions", Api.COMPLETIONS, generates=True),
+        Endpoint("/v1/responses", Api.RESPONSES, generates=True),
+        Endpoint("/v1/messages", Api.MESSAGES, generates=True),
+        Endpoint("/v1/messages/count_tokens", Api.MESSAGES),
+        *(Endpoint(path, Api.OTHER) for path in _JSON),
+        Endpoint("/v1/audio/transcriptions", Api.OTHER, body="form"),
+        Endpoint("/v1/audio/translations", Api.OTHER, body="form"),
+    )
+}
+
+RESPONSES_PREFIX = "/v1/responses/"
+MODELS = "/v1/models"
+PUBLIC = ("/health", "/ready", "/version", "/metrics")
+"""Answered by the gateway itself; keyless on the data side by default."""
+
+
+def api_of(path: str) -> Api:
+    """The shape in which errors of `path` are written, known path or not."""
+    endpoint = RELAYED.get(path)
+    if endpoint is not None:
+        return endpoint.api
+    if path.startswith("/v1/messages"):
+        return Api.MESSAGES
+    return Api.RESPONSES if path.startswith(RESPONSES_PREFIX) else Api.OTHER

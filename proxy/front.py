@@ -1,0 +1,257 @@
+"""The client's side of an exchange: aiohttp parses the request, we write the response's bytes ourselves.
+
+Rules
+1. `Answer` is what the handler returns to aiohttp and what the relay writes to. aiohttp calls `prepare` and `write_eof`
+   on it, finds everything done, and goes on to the next request of the connection if `keep_alive` says so.
+2. All writes are synchronous and go straight to the transport. Whoever produces must watch `paused`.
+3. An answer that cannot be finished properly is broken off (`abort`): a client must never take a part for the whole.
+4. `tests/proxy/test_front.py` runs this against plain aiohttp responses, on the oldest and newest aiohttp allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from proxy.wire.errors import Api, ErrorInfo, render_body
+
+log = logging.getLogger("tierline.front")
+
+_STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+_LAST_CHUNK = b"0\r\n\r\n"
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ClientConnection(web.RequestHandler):
+    """aiohttp's protocol, plus a word to the answer in progress when the client stops or resumes reading."""
+
+    __slots__ = ("on_pause", "on_resume")
+
+    def __init__(self, manager: web.Server, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self.on_pause: Callable[[], None] | None = None
+        self.on_resume: Callable[[], None] | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.on_pause is not None:
+            self.on_pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.on_resume is not None:
+            self.on_resume()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp could not parse, or our handler let through: the API's shape instead of aiohttp's page."""
+        if status >= 500:
+            log.error("request failed inside the gateway", exc_info=exc)
+            text, kind = "internal error", "server_error"
+        else:
+            text, kind = "The request is not valid HTTP.", "invalid_request_error"
+        info = ErrorInfo(status, text, kind, "bad_http" if status < 500 else None)
+        response = web.Response(status=status, body=render_body(Api.OTHER, info), content_type="application/json")
+        response.force_close()
+        return response
+
+
+class Server(web.Server):
+    """aiohttp's low-level server, building our connections and requests with our body limit.
+
+    Handlers are cancelled when the client goes away: that is how a vanished client stops its generation.
+    """
+
+    def __init__(self, handler: Callable[[Any], Any], *, max_body_bytes: int, keepalive_timeout: float) -> None:
+        super().__init__(handler, request_factory=self._request, handler_cancellation=True)
+        self._max_body_bytes = max_body_bytes
+        self._keepalive_timeout = keepalive_timeout
+
+    def __call__(self) -> ClientConnection:
+        return ClientConnection(
+            self,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=self._keepalive_timeout,
+            access_log=None,
+            max_line_size=16384,
+            max_field_size=32768,
+        )
+
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        return web.BaseRequest(
+            message, payload, protocol, writer, task, loop, client_max_size=self._max_body_bytes
+        )
+
+
+def send_continue(request: web.BaseRequest) -> None:
+    """Answer `Expect: 100-continue`: the low-level server leaves that to us."""
+    if request.transport is not None and request.version >= (1, 1):
+        request.transport.write(_CONTINUE)
+
+
+class Answer(web.StreamResponse):
+    """One response, written by the relay."""
+
+    def __init__(self, request: web.BaseRequest, *, close: bool = False) -> None:
+        # Not StreamResponse.__init__: its header maps and cookie jar would be built for nothing.
+        self._eof_sent = False
+        self._payload_writer = None
+        connection = request.protocol
+        assert isinstance(connection, ClientConnection)
+        self._connection = connection
+        self._transport = connection.transport
+        self._http11 = request.version >= (1, 1)
+        self._persist = request.keep_alive and not close
+        self._bodyless = request.method == "HEAD"
+        self._framing: str | None = None  # None until started; "chunked", "length" or "close"
+        self._left = 0
+        self.bytes_out = 0
+        self.started = False
+        self.finished = False
+
+    def __repr__(self) -> str:
+        state = "finished" if self.finished else "started" if self.started else "new"
+        return f"<Answer {state} {self.bytes_out} bytes>"
+
+    # -- what the relay uses ------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """The client does not take what was written so far."""
+        return self._connection.writing_paused
+
+    @property
+    def gone(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def watch(self, on_pause: Callable[[], None] | None, on_resume: Callable[[], None] | None) -> None:
+        """Be told when the client stops reading and when it goes on."""
+        self._connection.on_pause, self._connection.on_resume = on_pause, on_resume
+
+    def send(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """A whole response in one write."""
+        head = self._head(status, headers, None if status == 204 else len(body))
+        if self._transport is not None:
+            if self._bodyless or status == 204:
+                self._transport.write(head)
+            elif len(body) < 16384:
+                self._transport.write(head + body)
+            else:
+                self._transport.writelines((head, body))
+        self.bytes_out += len(body)
+        self.started = self.finished = True
+
+    def start(
+        self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None, first: bytes = b""
+    ) -> None:
+        """Send the head, and with it the first piece of a body of `length` bytes (None: not known)."""
+        head = self._head(status, headers, length)
+        self.started = True
+        if self._transport is not None:
+            self._transport.write(head)
+        if first:
+            self.write(first)
+
+    def write(self, data: bytes) -> None:
+        """Send a piece of the body. Empty pieces are nothing (an empty chunk would end the body)."""
+        if not data:
+            return
+        transport = self._transport
+        self.bytes_out += len(data)
+        if transport is None:
+            return
+        if self._framing == "chunked":
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._left -= len(data)
+            transport.write(data)
+
+    def finish(self, last: bytes = b"") -> None:
+        """End the body properly, in one write with its last piece. A body short of its length is broken off."""
+        if self.finished:
+            return
+        self.finished = True
+        transport = self._transport
+        if transport is None:
+            return
+        self.bytes_out += len(last)
+        if self._framing == "chunked":
+            transport.write(b"%x\r\n%b\r\n%b" % (len(last), last, _LAST_CHUNK) if last else _LAST_CHUNK)
+            return
+        if last:
+            self._left -= len(last)
+            transport.write(last)
+        if self._framing == "length" and self._left != 0:
+            self.abort()
+
+    def abort(self) -> None:
+        """Break the connection off, so that the client sees a cut and not an end."""
+        self._persist = False
+        self.finished = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- what aiohttp asks --------------------------------------------------------------------------------------
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return self._persist and self.finished and self._framing != "close"
+
+    @property
+    def prepared(self) -> bool:
+        return self.started
+
+    @property
+    def status(self) -> int:
+        return 200
+
+    @property
+    def body_length(self) -> int:
+        return self.bytes_out
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        self.watch(None, None)
+        if not self.finished:
+            self.abort()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None) -> bytes:
+        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d Status\r\n" % status
+        parts = [line]
+        for name, value in headers:
+            parts += (name, b": ", value, b"\r\n")
+        if status == 204:
+            self._framing = "length"
+        elif length is not None:
+            self._framing, self._left = "length", length
+            parts.append(b"content-length: %d\r\n" % length)
+        elif self._http11:
+            self._framing = "chunked"
+            parts.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self._framing = "close"
+            self._persist = False
+        if not self._persist:
+            parts.append(b"connection: close\r\n")
+        elif not self._http11:
+            parts.append(b"connection: keep-alive\r\n")
+        parts.append(b"\r\n")
+        return b"".join(parts)

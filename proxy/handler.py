@@ -1,0 +1,367 @@
+"""The request path: accept → parse → classify → admit → choose → relay → normalize → record.
+
+Rules
+1. `handle` reads top to bottom, one call a stage. Whatever goes wrong in a stage is a `ProxyError`; it becomes a
+   response in one place, `Exchange.refuse`.
+2. Between `choose` and taking the lease there is no await, or concurrent requests would all read the same view and
+   herd onto one backend. The lease is released on every kind of end.
+3. The record is closed exactly once, in `handle`'s `finally`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from random import Random
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from policies import Decision, Failure, RequestFacts, Retry, RetryParams, Router, may_retry
+from proxy.access import KeyRing
+from proxy.classify import Classified, Classifier
+from proxy.clock import Clock
+from proxy.config import ModelRoute, Timeouts
+from proxy.endpoints import RELAYED, RESPONSES_PREFIX, Endpoint, api_of
+from proxy.errors import Outcome, ProxyError
+from proxy.front import Answer, send_continue
+from proxy.headers import Cors, RequestHead, error_headers, request_id, response_headers
+from proxy.local import Local
+from proxy.metrics import Metrics
+from proxy.owners import Owners
+from proxy.pool import Backend, Pool
+from proxy.record import Record, Recorder
+from proxy.refusals import fault_error, refusal, reply_error, unreachable
+from proxy.relay import Fault, FaultKind, Limits, Plan, Relay, Reply, Result
+from proxy.upstream import Headers, UpstreamConnection
+from proxy.wire.answers import read_answer
+from proxy.wire.errors import Api, ErrorInfo, is_context_overflow, render_body, render_event
+
+log = logging.getLogger("tierline.request")
+
+_FAILURES = {
+    FaultKind.STALE: Failure.REUSED,
+    FaultKind.CUT: Failure.CUT,
+    FaultKind.EMPTY: Failure.CUT,
+    FaultKind.ERROR_EVENT: Failure.ERROR,
+    FaultKind.ABORTED: Failure.ERROR,
+    FaultKind.MALFORMED: Failure.MALFORMED,
+    FaultKind.TIMEOUT: Failure.TIMEOUT,
+}
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What every request needs, wired by `app`."""
+
+    clock: Clock
+    rng: Random
+    classifier: Classifier
+    router: Router
+    retry: RetryParams
+    pool: Pool
+    timeouts: dict[str, Timeouts]
+    """By backend."""
+    keys: KeyRing
+    public_paths: frozenset[str]
+    body_timeout: float
+    pass_credentials: bool
+    cors: Cors
+    owners: Owners
+    local: Local
+    metrics: Metrics
+    recorder: Recorder
+    relays: set[Relay]
+    draining: bool = False
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request, from accept to record."""
+        exchange = Exchange(self, request)
+        if (done := exchange.answer_here()) is not None:
+            return done
+        try:
+            exchange.authorize()
+            endpoint = exchange.find_endpoint()
+            body = await exchange.read_body()
+            asked = self.classifier.classify(endpoint, request, body, exchange.record)
+            await exchange.serve(endpoint, asked)
+        except ProxyError as error:
+            exchange.refuse(error)
+        except asyncio.CancelledError:
+            exchange.end(Outcome.CANCELLED, "client went away")
+            raise
+        except Exception:
+            log.exception("request %s failed inside the gateway", exchange.record.request_id)
+            exchange.refuse(ProxyError(Outcome.INTERNAL, 500, "internal error", type="server_error"))
+        finally:
+            exchange.close()
+        return exchange.answer
+
+
+class Exchange:
+    """One request and everything that belongs to it."""
+
+    __slots__ = ("_gateway", "_headers", "_relay", "_request", "_ended", "answer", "api", "path", "record")
+
+    def __init__(self, gateway: Gateway, request: web.BaseRequest) -> None:
+        now = gateway.clock.now()
+        self._gateway = gateway
+        self._request = request
+        self._relay: Relay | None = None
+        self._ended = False
+        self.path = request.raw_path.partition("?")[0]
+        self.api = api_of(self.path)
+        ident = request_id(request.headers.get("x-request-id"))
+        self.record = Record(ident, self.api, self.path, now, gateway.clock.wall())
+        self.answer = Answer(request, close=gateway.draining)
+        self._headers: Headers = [(b"x-request-id", ident.encode())]
+        self._headers += gateway.cors.headers(request.headers.get("origin"))
+
+    # -- accept, parse ------------------------------------------------------------------------------------------
+
+    def answer_here(self) -> Answer | None:
+        """The gateway's own pages and browsers' preflights; no record."""
+        gateway, request = self._gateway, self._request
+        origin = request.headers.get("origin")
+        if request.method == "OPTIONS" and gateway.cors.allows(origin):
+            assert origin is not None
+            asked = request.headers.get("access-control-request-headers")
+            self.answer.send(204, gateway.cors.preflight(origin, asked), b"")
+            return self.answer
+        if not gateway.local.owns(self.path):
+            return None
+        try:
+            if self.path not in gateway.public_paths:
+                self.authorize()
+            status, headers, body = gateway.local.page(request.method, unquote(self.path))
+        except ProxyError as error:
+            self.refuse(error)
+        else:
+            self.answer.send(status, [*headers, *self._headers], body)
+        return self.answer
+
+    def authorize(self) -> None:
+        gateway = self._gateway
+        if not gateway.keys:
+            return
+        tenant = gateway.keys.identify(self._request.headers)
+        if tenant is None:
+            message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
+            raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key")
+        self.record.tenant = tenant
+
+    def find_endpoint(self) -> Endpoint:
+        method = self._request.method
+        if self.path.startswith(RESPONSES_PREFIX) and method in ("GET", "DELETE", "POST"):
+            return Endpoint(self.path, Api.RESPONSES, body="none")
+        endpoint = RELAYED.get(self.path)
+        if endpoint is None:
+            raise ProxyError(Outcome.BAD_REQUEST, 404, f"Unknown path: {method} {self.path}", code="unknown_url")
+        if method != "POST":
+            message = f"{self.path} takes POST, not {method}."
+            headers = (("allow", "POST"),)
+            raise ProxyError(Outcome.BAD_REQUEST, 405, message, code="method_not_allowed", headers=headers)
+        return endpoint
+
+    async def read_body(self) -> bytes:
+        gateway, request = self._gateway, self._request
+        if request.headers.get("expect", "").lower() == "100-continue":
+            send_continue(request)
+        try:
+            async with gateway.clock.timeout_at(self.record.accepted_at + gateway.body_timeout):
+                body = await request.read()
+        except TimeoutError:
+            message = f"The request body did not arrive within {gateway.body_timeout:g} s."
+            raise ProxyError(Outcome.CLIENT_TIMEOUT, 408, message, code="request_timeout") from None
+        except web.HTTPRequestEntityTooLarge:
+            message = f"The request body is larger than {request.client_max_size} bytes."
+            raise ProxyError(Outcome.BAD_REQUEST, 413, message, code="request_too_large") from None
+        except (web.PayloadAccessError, web.RequestPayloadError):
+            raise ProxyError(Outcome.BAD_REQUEST, 400, "The request body cannot be read.") from None
+        self.record.body_read_at = gateway.clock.now()
+        self.record.bytes_in = len(body)
+        return body
+
+    # -- choose, relay ------------------------------------------------------------------------------------------
+
+    async def serve(self, endpoint: Endpoint, asked: Classified) -> None:
+        """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
+        gateway, record, request = self._gateway, self.record, self._request
+        record.admitted_at = gateway.clock.now()
+        credentials = gateway.pass_credentials
+        head = RequestHead(request.method, request.raw_path, request.raw_headers, record.request_id, credentials=credentials)
+        failures: list[Failure] = []
+        tried: frozenset[str] = frozenset()
+        larger_than: int | None = None
+        failed: ProxyError | None = None
+        while True:
+            views = gateway.pool.views(asked.route.backends, gateway.clock.now())
+            decision = gateway.router.choose(
+                asked.facts, views, gateway.rng, tried=tried, pinned=asked.pinned, larger_than=larger_than
+            )
+            if decision.backend is None:
+                raise failed or refusal(asked.facts, decision, views)
+            lease = gateway.pool.lease(decision.backend, asked.facts.context_tokens)
+            try:
+                self._note(decision, asked.facts)
+                failed, failure = await self._attempt(lease.backend, endpoint, asked, head, failures)
+            finally:
+                lease.release()
+            if failed is None:
+                return
+            if failure is None:
+                raise failed
+            failures.append(failure)
+            gateway.pool.failed(lease.backend.name, failure)
+            events_sent = self._relay is not None and self._relay.events_sent
+            retry = may_retry(failures, events_sent, gateway.retry)
+            if retry is Retry.NO:
+                raise failed
+            if retry is Retry.LARGER_WINDOW:
+                larger_than = lease.backend.window_tokens or asked.facts.prompt.tokens
+            elif retry is Retry.OTHER_BACKEND:
+                tried = tried | {lease.backend.name}
+
+    def _note(self, decision: Decision, facts: RequestFacts) -> None:
+        record = self.record
+        assert decision.backend is not None
+        assert decision.reason is not None
+        record.backend, record.reason, record.tier = decision.backend, decision.reason.value, facts.tier.name
+        record.attempts += 1
+        self._gateway.metrics.decided(decision)
+
+    async def _attempt(
+        self, backend: Backend, endpoint: Endpoint, asked: Classified, head: RequestHead, failures: list[Failure]
+    ) -> tuple[ProxyError | None, Failure | None]:
+        """One attempt. (None, None): answered for good. Else what to tell the client and what failed."""
+        gateway = self._gateway
+        timeouts = gateway.timeouts[backend.name]
+        fresh = bool(failures) and failures[-1] is Failure.REUSED
+        connection = None if fresh else backend.connections.take()
+        if connection is None:
+            try:
+                async with gateway.clock.timeout_at(gateway.clock.now() + timeouts.connect):
+                    connection = await backend.connections.connect()
+            except (OSError, TimeoutError) as exc:
+                return unreachable(backend.name, exc), Failure.CONNECT
+        spec = backend.spec
+        body, plan = gateway.classifier.prepare(endpoint, asked, backend, self._limits(timeouts, asked.facts))
+        result = await self._exchange(connection, head.build(spec.host_header, spec.path_prefix, spec.key, len(body)), body, plan)
+        if result.reply is not None:
+            gateway.pool.answered(backend.name)
+            return self._reply(backend, result.reply, endpoint, asked)
+        if result.fault is not None:
+            failure = _FAILURES.get(result.fault.kind)
+            return fault_error(backend.name, result.fault), failure
+        gateway.pool.answered(backend.name)
+        # A Responses stream says itself, in its last event, that it failed: told as it came, counted as it is.
+        failed = endpoint.api is Api.RESPONSES and self.record.finish_reason == "failed"
+        self.end(Outcome.UPSTREAM_ERROR if failed else Outcome.OK, "response.failed" if failed else None)
+        return None, None
+
+    async def _exchange(self, connection: UpstreamConnection, head: bytes, body: bytes, plan: Plan) -> Result:
+        gateway = self._gateway
+        relay = self._relay = Relay(gateway.clock, connection, self.answer, self.record, plan, self._client_headers)
+        gateway.relays.add(relay)
+        try:
+            relay.start(head, body)
+            result = await relay.done
+        finally:
+            relay.stop()
+            gateway.relays.discard(relay)
+        if plan.api is Api.RESPONSES and relay.response_id is not None and self.record.backend is not None:
+            gateway.owners.learn(relay.response_id, self.record.backend)
+        return result
+
+    def _limits(self, timeouts: Timeouts, facts: RequestFacts) -> Limits:
+        first = timeouts.first_token + timeouts.first_token_per_1k_tokens * facts.prompt.tokens / 1000
+        return Limits(
+            first,
+            timeouts.gap,
+            timeouts.total,
+            timeouts.client_idle,
+            timeouts.keepalive_after,
+            timeouts.keepalive_interval,
+        )
+
+    def _reply(
+        self, backend: Backend, reply: Reply, endpoint: Endpoint, asked: Classified
+    ) -> tuple[ProxyError | None, Failure | None]:
+        """A whole answer: sent as it came, unless it is an error."""
+        record = self.record
+        answer = read_answer(reply.body) if endpoint.api is not Api.OTHER or asked.facts.stream else None
+        if reply.status >= 300 or (answer is not None and answer.failed):
+            error, info = reply_error(backend.name, reply, self._gateway.pass_credentials)
+            if is_context_overflow(info):
+                return error, Failure.OVERFLOW
+            return error, Failure.ERROR if error.status >= 500 else Failure.REJECTED
+        if answer is not None:
+            usage = answer.usage
+            record.prompt_tokens, record.completion_tokens = usage.prompt, usage.completion
+            record.cached_tokens, record.finish_reason = usage.cached, answer.finish_reason
+            if answer.aborted:
+                message = "the backend gave the answer up (finish_reason abort)"
+                fault = Fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
+                return fault_error(backend.name, fault), Failure.ERROR
+            if endpoint.api is Api.RESPONSES and answer.id is not None:
+                self._gateway.owners.learn(answer.id, backend.name)
+        if self.answer.started:  # keep-alive comments went out: the client reads an event stream
+            message = f"backend {backend.name} answered without a stream"
+            return ProxyError(Outcome.UPSTREAM_MALFORMED, 502, message, type="server_error"), None
+        body = self._gateway.classifier.public_body(asked, backend, reply.body)
+        self.answer.send(reply.status, self._client_headers(reply.status, reply.headers), body)
+        self.end(Outcome.OK, None)
+        return None, None
+
+    def _client_headers(self, status: int, upstream: Headers) -> Headers:
+        record = self.record
+        ours = [
+            *self._headers,
+            (b"x-tierline-backend", (record.backend or "").encode()),
+            (b"x-tierline-tier", (record.tier or "").encode()),
+            (b"x-tierline-reason", (record.reason or "").encode()),
+        ]
+        record.status = status
+        return response_headers(upstream, ours)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def end(self, outcome: Outcome, error: str | None) -> None:
+        if not self._ended:
+            self._ended = True
+            self.record.outcome = outcome
+            self.record.error = error
+
+    def refuse(self, error: ProxyError) -> None:
+        """The one place where an error becomes a response: a body while no status is sent, else an event, else a cut."""
+        self.end(error.outcome, error.code or error.outcome.value)
+        record, answer = self.record, self.answer
+        info = ErrorInfo(error.status, error.message, error.type, error.code, error.param)
+        if answer.finished or answer.gone:
+            return
+        if not answer.started:
+            record.status = error.status
+            headers = error_headers(error.upstream_headers, [*self._headers, *self._tierline_headers()])
+            headers += [(name.encode(), value.encode()) for name, value in error.headers]
+            headers.append((b"content-type", b"application/json"))
+            answer.send(error.status, headers, render_body(self.api, info, record.request_id))
+        elif self._relay is not None and self._relay.in_band and error.outcome is not Outcome.CLIENT_TIMEOUT:
+            answer.finish(render_event(self.api, info, self._relay.next_sequence))
+        else:
+            answer.abort()
+
+    def _tierline_headers(self) -> Headers:
+        record = self.record
+        pairs = (("backend", record.backend), ("tier", record.tier), ("reason", record.reason))
+        return [(f"x-tierline-{name}".encode(), value.encode()) for name, value in pairs if value is not None]
+
+    def close(self) -> None:
+        """Close the record: exactly once, whatever the end."""
+        record, gateway = self.record, self._gateway
+        record.bytes_out = self.answer.bytes_out
+        if self.answer.started and not self.answer.finished:
+            self.answer.abort()
+        derived = record.close(gateway.clock.now())
+        gateway.metrics.observe(record, derived)
+        gateway.recorder.add(record, derived)

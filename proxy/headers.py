@@ -1,0 +1,106 @@
+"""Which headers pass, in both directions, and which are ours.
+
+Rules
+1. Hop-by-hop headers and those that Connection names never pass.
+2. A client's credentials reach a backend only when neither side has keys configured: then Tierline is transparent.
+3. Headers about the bytes (length, encoding) are ours, because the framing is.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+
+from proxy.upstream import Headers, end_to_end
+
+_REQUEST_DROP = frozenset(
+    (b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect", b"x-request-id")
+    + (b"x-quality-tier", b"x-tool-format", b"x-tierline-explain", b"forwarded", b"via")
+)
+_CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"cookie"))
+_RESPONSE_DROP = frozenset(
+    (b"content-length", b"x-request-id", b"alt-svc", b"strict-transport-security")
+    + (b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-allow-headers")
+    + (b"access-control-allow-methods", b"access-control-expose-headers", b"access-control-max-age")
+)
+_ERROR_DROP = _RESPONSE_DROP | {b"content-type", b"content-encoding", b"etag", b"set-cookie"}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def request_id(asked: str | None) -> str:
+    """The client's own id if it is fit for headers and logs, else a new one."""
+    if asked is not None and _REQUEST_ID.fullmatch(asked):
+        return asked
+    return secrets.token_hex(16)
+
+
+class RequestHead:
+    """The request head for a backend, all but the parts that differ per attempt, built once per request."""
+
+    __slots__ = ("_middle", "_start")
+
+    def __init__(
+        self, method: str, target: str, headers: Sequence[tuple[bytes, bytes]], ident: str, *, credentials: bool
+    ) -> None:
+        """target: path and query as the client wrote them. credentials: the client's may pass."""
+        drop = _REQUEST_DROP if credentials else _REQUEST_DROP | _CREDENTIALS
+        parts = [b"\r\naccept-encoding: identity\r\nx-request-id: ", ident.encode()]
+        for name, value in end_to_end(headers, drop):
+            parts += (b"\r\n", name, b": ", value)
+        self._start = (method.encode(), target.encode())
+        self._middle = b"".join(parts)
+
+    def build(self, host: bytes, prefix: bytes, key: str | None, length: int) -> bytes:
+        """The head for one backend. key: its own bearer key."""
+        method, target = self._start
+        bearer = b"\r\nauthorization: Bearer " + key.encode() if key is not None else b""
+        return b"%b %b%b HTTP/1.1\r\nhost: %b%b%b\r\ncontent-length: %d\r\n\r\n" % (
+            method,
+            prefix,
+            target,
+            host,
+            self._middle,
+            bearer,
+            length,
+        )
+
+
+def response_headers(upstream: Headers, ours: Headers) -> Headers:
+    """What the client gets of a backend's answer, ours behind it."""
+    return end_to_end(upstream, _RESPONSE_DROP) + ours
+
+
+def error_headers(upstream: Headers, ours: Headers) -> Headers:
+    """The same for an error whose body is written anew: what describes the old body goes, Retry-After stays."""
+    return end_to_end(upstream, _ERROR_DROP) + ours
+
+
+class Cors:
+    """Browsers' preflights and answers, for configured origins only. Off when there are none."""
+
+    __slots__ = ("_any", "_origins")
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._origins = frozenset(origins)
+        self._any = "*" in self._origins
+
+    def allows(self, origin: str | None) -> bool:
+        return origin is not None and (self._any or origin in self._origins)
+
+    def headers(self, origin: str | None) -> Headers:
+        if origin is None or not self.allows(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", b"*" if self._any else origin.encode()),
+            (b"access-control-expose-headers", b"*"),
+            (b"vary", b"origin"),
+        ]
+
+    def preflight(self, origin: str, asked: str | None) -> Headers:
+        return [
+            *self.headers(origin),
+            (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+            (b"access-control-allow-headers", (asked or "authorization, content-type").encode("latin-1")),
+            (b"access-control-max-age", b"600"),
+        ]

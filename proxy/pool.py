@@ -1,0 +1,229 @@
+"""The backends we know, as they are now: health, load, what they said of themselves. And the leases on them.
+
+Rules
+1. In-flight changes only through a `Lease`, taken in the same synchronous step as the choice and released exactly
+   once, on every kind of end.
+2. Policies never see these objects: `views()` gives them frozen `BackendView`s.
+3. Health is `policies.breaker`'s value; here it is only kept, and its changes are told to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from policies.breaker import BreakerParams, Health, HealthState, on_failure, on_probe, on_success
+from policies.retry import Failure
+from policies.types import BackendView
+from proxy.clock import Clock
+from proxy.upstream import ConnectionPool
+from proxy.wire.promtext import EngineMetrics
+
+log = logging.getLogger("tierline.pool")
+
+DEFAULT_MAX_IN_FLIGHT = 32
+DEFAULT_KV_TOKENS = 131072
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """What the operator configured of a backend. None: ask the backend, or a conservative default.
+
+    host, port, tls_host, path_prefix: where to connect and what to put before every path. key: bearer for it, secret.
+    """
+
+    name: str
+    url: str
+    host_header: bytes
+    path_prefix: bytes
+    model: str | None = None
+    key: str | None = None
+    reference: bool = False
+    kl_bits: float | None = None
+    window_tokens: int | None = None
+    max_in_flight: int | None = None
+    kv_tokens: int | None = None
+    stream_usage: bool = True
+
+    def __repr__(self) -> str:  # never the key
+        return f"<backend {self.name} {self.url}>"
+
+
+class Backend:
+    """One backend, live."""
+
+    __slots__ = (
+        "connections",
+        "draining",
+        "health",
+        "in_flight",
+        "in_flight_tokens",
+        "metrics",
+        "polled_at",
+        "served_model",
+        "spec",
+        "window_tokens",
+    )
+
+    def __init__(self, spec: BackendSpec, connections: ConnectionPool) -> None:
+        self.spec = spec
+        self.connections = connections
+        self.health = Health()
+        self.draining = False
+        self.in_flight = 0
+        self.in_flight_tokens = 0
+        self.metrics: EngineMetrics | None = None
+        self.polled_at: float | None = None
+        self.window_tokens = spec.window_tokens
+        self.served_model = spec.model
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def state(self) -> str:
+        """For people and metrics: draining, ejected or healthy."""
+        if self.health.state is HealthState.EJECTED:
+            return "ejected"
+        return "draining" if self.draining else "healthy"
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.state} in_flight={self.in_flight} tokens={self.in_flight_tokens}>"
+
+    def view(self, now: float) -> BackendView:
+        spec, metrics = self.spec, self.metrics
+        kv_tokens = spec.kv_tokens or (metrics.kv_tokens if metrics is not None else None)
+        return BackendView(
+            spec.name,
+            self.health.healthy,
+            self.draining,
+            spec.reference,
+            spec.kl_bits,
+            self.window_tokens,
+            spec.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
+            kv_tokens or DEFAULT_KV_TOKENS,
+            self.in_flight,
+            self.in_flight_tokens,
+            metrics.running if metrics is not None else None,
+            metrics.waiting if metrics is not None else None,
+            metrics.kv_usage if metrics is not None else None,
+            now - self.polled_at if self.polled_at is not None else None,
+        )
+
+
+class Lease:
+    """One request on one backend. `release` may be called any number of times; the first one counts."""
+
+    __slots__ = ("_held", "backend", "tokens")
+
+    def __init__(self, backend: Backend, tokens: int) -> None:
+        self.backend = backend
+        self.tokens = tokens
+        self._held = True
+        backend.in_flight += 1
+        backend.in_flight_tokens += tokens
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self.backend.in_flight -= 1
+            self.backend.in_flight_tokens -= self.tokens
+
+
+class Pool:
+    """All backends by name. Implements `health.HealthSink` and `admin.PoolAdmin`."""
+
+    def __init__(self, backends: Iterable[Backend], clock: Clock, breaker: BreakerParams) -> None:
+        self.backends = {backend.name: backend for backend in backends}
+        self._clock = clock
+        self._breaker = breaker
+
+    def __repr__(self) -> str:
+        return f"<pool {' '.join(map(repr, self.backends.values()))}>"
+
+    def views(self, names: Iterable[str], now: float) -> tuple[BackendView, ...]:
+        backends = self.backends
+        return tuple([backends[name].view(now) for name in names])
+
+    def lease(self, name: str, tokens: int) -> Lease:
+        return Lease(self.backends[name], tokens)
+
+    def close(self) -> None:
+        for backend in self.backends.values():
+            backend.connections.close()
+
+    # -- what requests tell -------------------------------------------------------------------------------------
+
+    def answered(self, name: str) -> None:
+        backend = self.backends[name]
+        backend.health = on_success(backend.health)
+
+    def failed(self, name: str, failure: Failure) -> None:
+        backend = self.backends[name]
+        before = backend.health
+        backend.health = on_failure(before, failure, self._clock.now(), self._breaker)
+        self._tell(backend, before, failure.value)
+
+    # -- HealthSink ---------------------------------------------------------------------------------------------
+
+    def polled(self, name: str, metrics: EngineMetrics, now: float) -> None:
+        backend = self.backends[name]
+        backend.metrics, backend.polled_at = metrics, now
+
+    def probe(self, name: str, ok: bool, detail: str, now: float) -> None:
+        backend = self.backends[name]
+        before = backend.health
+        backend.health = on_probe(before, ok, now, self._breaker)
+        self._tell(backend, before, detail)
+
+    def discovered(self, name: str, window_tokens: int | None, served_model: str | None) -> None:
+        backend = self.backends[name]
+        if backend.spec.window_tokens is None and window_tokens:
+            backend.window_tokens = window_tokens
+        if backend.spec.model is None and served_model:
+            backend.served_model = served_model
+
+    def _tell(self, backend: Backend, before: Health, why: str) -> None:
+        if before.state is not backend.health.state:
+            level = logging.WARNING if before.healthy else logging.INFO
+            log.log(level, "backend %s is %s (%s)", backend.name, backend.health.state.value, why)
+
+    # -- PoolAdmin ----------------------------------------------------------------------------------------------
+
+    def set_draining(self, name: str, draining: bool) -> None:
+        """Raises KeyError for a name that is not configured."""
+        self.backends[name].draining = draining
+
+    def snapshot(self) -> list[dict[str, object]]:
+        """What the admin page and the gauges show, one dict a backend."""
+        now = self._clock.now()
+        out: list[dict[str, object]] = []
+        for backend in self.backends.values():
+            view, metrics = backend.view(now), backend.metrics
+            out.append(
+                {
+                    "name": backend.name,
+                    "url": backend.spec.url,
+                    "state": backend.state,
+                    "draining": backend.draining,
+                    "reference": view.reference,
+                    "kl_bits": view.kl_bits,
+                    "model": backend.served_model,
+                    "window_tokens": view.window_tokens,
+                    "in_flight": view.in_flight,
+                    "in_flight_tokens": view.in_flight_tokens,
+                    "max_in_flight": view.max_in_flight,
+                    "kv_tokens": view.kv_tokens,
+                    "running": view.running,
+                    "waiting": view.waiting,
+                    "kv_usage": view.kv_usage,
+                    "polled_age_seconds": round(view.polled_age, 3) if view.polled_age is not None else None,
+                    "prefix_hits": metrics.prefix_hits if metrics is not None else None,
+                    "prefix_queries": metrics.prefix_queries if metrics is not None else None,
+                    "connections": backend.connections.open_connections,
+                    "failures_in_a_row": backend.health.failures,
+                }
+            )
+        return out

@@ -1,0 +1,109 @@
+"""What goes wrong, as the `ProxyError` that tells it: no backend fits, none answers, the backend's own errors.
+
+Rules: a backend is called by its configured name; URLs, keys and exception texts stay inside. Each message says what
+to change or that waiting helps.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+
+from policies import BackendView, Decision, DropReason, RequestFacts
+from proxy.errors import Outcome, ProxyError
+from proxy.relay import Fault, FaultKind, Reply
+from proxy.upstream import Headers
+from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, openai_type, read_error, read_event_error
+
+RETRY_AFTER_SECONDS = 1
+"""Until admission predicts the drain: a slot frees with every finished request."""
+
+
+def refusal(facts: RequestFacts, decision: Decision, views: Sequence[BackendView]) -> ProxyError:
+    """Why no backend was chosen."""
+    reasons = {drop.backend: drop.reason for drop in decision.drops}
+    counted = [reason for reason in reasons.values() if reason is not DropReason.TIER]
+    if counted and all(reason is DropReason.PROMPT_TOO_LONG for reason in counted):
+        windows = [v.window_tokens for v in views if v.window_tokens and reasons[v.name] is not DropReason.TIER]
+        message = (
+            f"This model's maximum context length is {max(windows)} tokens at tier '{facts.tier.name}'. However, your "
+            f"prompt has at least {facts.prompt.low} tokens. Please reduce its length."
+        )
+        return ProxyError(Outcome.BAD_REQUEST, 400, message, code=CONTEXT_LENGTH_EXCEEDED, param="messages")
+    named = ", ".join(f"{backend}: {reason.value}" for backend, reason in reasons.items())
+    if decision.only_full():
+        message = f"Every backend that can serve this request is full ({named}). Try again shortly."
+        headers = (("retry-after", str(RETRY_AFTER_SECONDS)), ("x-tierline-reason", "full"))
+        return ProxyError(
+            Outcome.SHED, 429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
+        )
+    message = f"No backend can serve model '{facts.model}' at tier '{facts.tier.name}' now ({named})."
+    return ProxyError(
+        Outcome.NO_BACKEND,
+        503,
+        message,
+        type="server_error",
+        code="no_backend",
+        headers=(("x-tierline-reason", "no_backend"),),
+    )
+
+
+def unreachable(backend: str, exc: OSError | TimeoutError) -> ProxyError:
+    if isinstance(exc, TimeoutError):
+        how, outcome, status = "did not accept a connection in time", Outcome.UPSTREAM_TIMEOUT, 504
+    elif isinstance(exc, ssl.SSLError):
+        how, outcome, status = "failed the TLS handshake", Outcome.UPSTREAM_CONNECT, 502
+    elif isinstance(exc, ConnectionRefusedError):
+        how, outcome, status = "refused the connection", Outcome.UPSTREAM_CONNECT, 502
+    else:
+        how, outcome, status = "could not be reached", Outcome.UPSTREAM_CONNECT, 502
+    message = f"Backend '{backend}' {how}."
+    return ProxyError(outcome, status, message, type="server_error", code="upstream_unreachable")
+
+
+_FAULT_STATUS = {FaultKind.TIMEOUT: 504, FaultKind.SHUTDOWN: 503, FaultKind.CLIENT_IDLE: 408}
+
+
+def fault_error(backend: str, fault: Fault) -> ProxyError:
+    """A broken attempt. An error that the backend put into words keeps them."""
+    status = _FAULT_STATUS.get(fault.kind, 502)
+    if fault.kind is FaultKind.ERROR_EVENT:
+        info = read_event_error(fault.payload) or ErrorInfo(502, fault.message, "server_error")
+        status = info.status if 400 <= info.status <= 599 else 502
+        outcome = fault.outcome if status >= 500 else Outcome.UPSTREAM_REJECTED
+        return ProxyError(outcome, status, info.message, type=info.type, code=info.code, param=info.param)
+    if fault.kind is FaultKind.SHUTDOWN:
+        message = fault.message
+    else:
+        message = f"Backend '{backend}': {fault.message}."
+    return ProxyError(fault.outcome, status, message, type="server_error", code=fault.outcome.value)
+
+
+def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> tuple[ProxyError, ErrorInfo]:
+    """An error response of the backend: status and meaning kept, in OpenAI's fields.
+
+    A 401 or 403 is the client's only if the client's own key was sent; to ours it is a fault of the set-up. A
+    redirect is never followed.
+    """
+    content_type = next((v.decode("latin-1") for k, v in reply.headers if k.lower() == b"content-type"), None)
+    info = read_error(reply.status, content_type, reply.body)
+    headers: Headers = reply.headers
+    if 300 <= reply.status < 400:
+        message = f"Backend '{backend}' answered with a redirect ({reply.status}), which is not followed: check its URL."
+        headers = []
+        info = ErrorInfo(502, message, "server_error", "upstream_redirect")
+    elif info.status in (401, 403) and not credentials_passed:
+        message = f"Backend '{backend}' did not accept the gateway's key ({info.status})."
+        headers = []
+        info = ErrorInfo(502, message, "server_error", "upstream_auth")
+    outcome = Outcome.UPSTREAM_ERROR if info.status >= 500 else Outcome.UPSTREAM_REJECTED
+    error = ProxyError(
+        outcome,
+        info.status,
+        info.message,
+        type=info.type or openai_type(info.status),
+        code=info.code,
+        param=info.param,
+        upstream_headers=tuple(headers),
+    )
+    return error, info

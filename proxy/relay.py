@@ -1,0 +1,464 @@
+"""The pump: what the backend sends becomes what the client gets, and every mark on the way is taken.
+
+Rules
+1. A `Relay` is one attempt at one backend. It hears the upstream connection (`Sink`) and writes to the `Answer`; the
+   handler awaits `done`, once. Per chunk there is one clock read, one look at the bytes, one write.
+2. The relay never writes an error and never decides about a retry. It ends in a `Result`: whole, a `Reply` that
+   nobody has sent yet, or a `Fault`. The handler turns these into what the client sees.
+3. Nothing of a stream goes out before its first event: until then another backend can still answer.
+4. One timer watches all limits. It is not moved per chunk: when it fires early it looks at the marks and sleeps on.
+5. While the client does not read, the upstream is not read. Nothing piles up but one transport buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from proxy.clock import Clock, Timer
+from proxy.errors import Outcome
+from proxy.front import Answer
+from proxy.record import Record
+from proxy.upstream import Headers, UpstreamConnection
+from proxy.wire.answers import read_usage
+from proxy.wire.errors import Api
+from proxy.wire.streams import (
+    ChatStream,
+    CompletionsStream,
+    MalformedStream,
+    MessagesStream,
+    ResponsesStream,
+    StreamReader,
+)
+
+MAX_BUFFERED_BYTES = 8 * 1024 * 1024
+"""An unstreamed answer up to this size is looked at before it is sent; a larger one passes unseen."""
+
+KEEPALIVE = b": keep-alive\n\n"
+END_GRACE = 1.0
+"""Seconds a backend has to end its message after the stream's own end mark."""
+
+
+class FaultKind(Enum):
+    """What broke an attempt; `policies.retry` and the handler map it."""
+
+    STALE = auto()  # a reused connection died before any byte came
+    CUT = auto()
+    EMPTY = auto()  # 200 and an event stream without an event
+    ERROR_EVENT = auto()
+    ABORTED = auto()  # finish_reason "abort"
+    MALFORMED = auto()
+    TIMEOUT = auto()
+    CLIENT_IDLE = auto()
+    SHUTDOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    outcome: Outcome
+    message: str
+    payload: object = None
+    """The decoded error event, if one came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer, not sent yet."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How an attempt ended. `reply`: to be sent. `fault`: to be told or retried. Neither: sent, and whole."""
+
+    reply: Reply | None = None
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. `first`: dispatch → first event. `gap`: between reads. `total`: accept → end. `client_idle`: no
+    reading by the client. `keepalive_after`/`interval`: of silence, before and between SSE comments (0: never)."""
+
+    first: float
+    gap: float
+    total: float
+    client_idle: float
+    keepalive_after: float
+    keepalive_interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the handler knows before the answer: which shape to read, what to hide or rename."""
+
+    api: Api
+    stream: bool
+    hide_usage: bool
+    model_swap: tuple[bytes, bytes] | None
+    limits: Limits
+
+
+class _Mode(Enum):
+    WAITING = auto()
+    STREAM = auto()
+    BUFFER = auto()
+    PIPE = auto()
+
+
+def _reader(plan: Plan) -> StreamReader | None:
+    if plan.api is Api.CHAT:
+        return ChatStream(plan.model_swap, hide_usage=plan.hide_usage)
+    if plan.api is Api.COMPLETIONS:
+        return CompletionsStream(plan.model_swap, hide_usage=plan.hide_usage)
+    if plan.api is Api.MESSAGES:
+        return MessagesStream(plan.model_swap)
+    if plan.api is Api.RESPONSES:
+        return ResponsesStream(plan.model_swap)
+    return None
+
+
+class Relay:
+    """One attempt. `headers_for(status, headers)` gives the client's response headers."""
+
+    __slots__ = (
+        "_answer",
+        "_buffer",
+        "_buffered",
+        "_clock",
+        "_connection",
+        "_dispatched_at",
+        "_ended_at",
+        "_headers",
+        "_headers_for",
+        "_heard_at",
+        "_last_gap_at",
+        "_last_sent_at",
+        "_length",
+        "_limits",
+        "_mode",
+        "_now",
+        "_paused_at",
+        "_plan",
+        "_reader",
+        "_record",
+        "_status",
+        "_stopped",
+        "_timer",
+        "done",
+        "events_sent",
+    )
+
+    def __init__(
+        self,
+        clock: Clock,
+        connection: UpstreamConnection,
+        answer: Answer,
+        record: Record,
+        plan: Plan,
+        headers_for: Callable[[int, Headers], Headers],
+    ) -> None:
+        self._clock = clock
+        self._now = clock.now
+        self._connection = connection
+        self._answer = answer
+        self._record = record
+        self._plan = plan
+        self._limits = plan.limits
+        self._headers_for = headers_for
+        self._mode = _Mode.WAITING
+        self._reader: StreamReader | None = None
+        self._status = 0
+        self._headers: Headers = []
+        self._length: int | None = None
+        self._buffer: list[bytes] = []
+        self._buffered = 0
+        self._paused_at: float | None = None
+        self._ended_at: float | None = None
+        self._last_gap_at = self._heard_at = 0.0
+        self._stopped = False
+        self._timer: Timer | None = None
+        self.events_sent = False
+        """Something of the answer itself reached the client: no retry from here."""
+        self.done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+    def start(self, head: bytes, body: bytes) -> None:
+        """Send the request and begin to watch."""
+        now = self._now()
+        self._dispatched_at = self._last_sent_at = self._heard_at = now
+        self._record.dispatched_at = now
+        self._answer.watch(self._client_paused, self._client_resumed)
+        self._connection.send(head, body, self)
+        self._arm(now)
+
+    def stop(self) -> None:
+        """Let go of both sides. Safe at any time; an unfinished exchange is cancelled at the backend."""
+        if self._stopped:
+            return  # the connection may serve somebody else by now
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._answer.watch(None, None)
+        self._connection.detach()
+        self._take_usage()
+
+    def interrupt(self, message: str) -> None:
+        """The gateway stops: end the attempt with a fault."""
+        self._finish(Result(fault=Fault(FaultKind.SHUTDOWN, Outcome.SHUTDOWN, message)))
+
+    # -- Sink: called from data_received ------------------------------------------------------------------------
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+        content_type, encoded, length = b"", False, None
+        for name, value in headers:
+            lower = name.lower()
+            if lower == b"content-type":
+                content_type = value.lower()
+            elif lower == b"content-length":
+                length = int(value) if value.isdigit() else None
+            elif lower == b"content-encoding":
+                encoded = value.strip().lower() not in (b"", b"identity")
+        self._length = length
+        if status != 200 or (content_type.startswith(b"application/json") and not encoded):
+            self._mode = _Mode.BUFFER
+        elif content_type.startswith(b"text/event-stream") and not encoded:
+            self._reader = _reader(self._plan)
+            self._mode = _Mode.STREAM if self._reader is not None else _Mode.PIPE
+        else:
+            self._mode = _Mode.PIPE if length is None or length > 0 else _Mode.BUFFER
+
+    def data(self, piece: bytes) -> None:
+        now = self._now()
+        record = self._record
+        record.last_upstream_at = self._heard_at = now
+        if self._mode is _Mode.STREAM:
+            reader = self._reader
+            assert reader is not None
+            try:
+                out = reader.feed(piece)
+            except MalformedStream as exc:
+                self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
+                return
+            if out:
+                answer = self._answer
+                if self.events_sent:
+                    answer.write(out)
+                elif not reader.events:
+                    self._buffer.append(out)  # comments before the first event commit nothing
+                else:
+                    self._commit(b"".join((*self._buffer, out)))
+                self._last_sent_at = now
+            if reader.content:
+                reader.content = False
+                if record.first_delta_at is None:
+                    record.first_delta_at = now
+                else:
+                    record.gaps.add(now - self._last_gap_at)
+                record.last_delta_at = self._last_gap_at = now
+            if reader.error is not None:
+                kind, outcome = FaultKind.ERROR_EVENT, Outcome.UPSTREAM_ERROR
+                self._finish(
+                    Result(fault=Fault(kind, outcome, "the backend reported an error", reader.error))
+                )
+            elif reader.ended or reader.finish_reason == "abort":
+                self._ended(now)
+        elif self._mode is _Mode.BUFFER:
+            self._buffer.append(piece)
+            self._buffered += len(piece)
+            if self._buffered > MAX_BUFFERED_BYTES:
+                self._pipe()
+        else:
+            if not self.events_sent:
+                self._pipe()
+            self._answer.write(piece)
+
+    def end(self) -> None:
+        now = self._now()
+        self._record.last_upstream_at = now
+        if self._mode is _Mode.BUFFER:
+            self._connection.release()
+            body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
+            self._finish(Result(reply=Reply(self._status, self._headers, body)))
+            return
+        if self._mode is _Mode.PIPE:
+            if not self.events_sent:
+                self._pipe()
+            self._connection.release()
+            self._answer.finish()
+            self._finish(Result())
+            return
+        reader = self._reader
+        assert reader is not None
+        self._connection.release()
+        if not reader.events:
+            self._fault(FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event")
+        elif reader.complete() and not reader.pending.strip():
+            self._answer.finish(reader.closing())
+            self._finish(Result())
+        else:
+            self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, "the backend ended the stream before the answer was whole")
+
+    def lost(self, what: str, malformed: bool) -> None:
+        if malformed:
+            self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, what)
+        elif self._connection.reused and not self._connection.answered:
+            self._fault(FaultKind.STALE, Outcome.UPSTREAM_CUT, what)
+        elif self._ended_at is not None and self._reader is not None and self._reader.complete():
+            self._answer.finish(self._reader.closing())
+            self._finish(Result())
+        else:
+            self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, f"{what} before the answer was whole")
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _commit(self, first: bytes) -> None:
+        self.events_sent = True
+        self._buffer.clear()
+        if self._answer.started:  # a keep-alive comment went first
+            self._answer.write(first)
+        else:
+            self._answer.start(200, self._headers_for(200, self._headers), None, first)
+
+    def _pipe(self) -> None:
+        self._mode = _Mode.PIPE
+        self.events_sent = True
+        first = b"".join(self._buffer)
+        self._buffer.clear()
+        self._answer.start(self._status, self._headers_for(self._status, self._headers), self._length, first)
+
+    def _ended(self, now: float) -> None:
+        """The stream's own end mark came. The backend's message normally ends in the same read."""
+        reader = self._reader
+        assert reader is not None
+        if not reader.complete():
+            if reader.finish_reason == "abort":
+                message = "the backend gave the answer up (finish_reason abort)"
+                self._fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
+            else:
+                message = "the backend ended the stream before the answer was whole"
+                self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, message)
+        elif self._ended_at is None:
+            self._ended_at = now
+            self._arm(now)
+
+    def _fault(self, kind: FaultKind, outcome: Outcome, message: str) -> None:
+        self._finish(Result(fault=Fault(kind, outcome, message)))
+
+    def _finish(self, result: Result) -> None:
+        if self.done.done():
+            return
+        self.stop()
+        self.done.set_result(result)
+
+    def _take_usage(self) -> None:
+        reader = self._reader
+        if reader is None:
+            return
+        record = self._record
+        usage = read_usage(reader.usage)
+        record.prompt_tokens, record.completion_tokens = usage.prompt, usage.completion
+        record.cached_tokens, record.finish_reason = usage.cached, reader.finish_reason
+
+    @property
+    def in_band(self) -> bool:
+        """What was sent so far is an event stream of the endpoint: an error can be told as an event."""
+        return self._mode in (_Mode.STREAM, _Mode.WAITING)
+
+    @property
+    def next_sequence(self) -> int:
+        """The sequence_number after the last one of a Responses stream."""
+        return self._reader.sequence + 1 if isinstance(self._reader, ResponsesStream) else 0
+
+    @property
+    def response_id(self) -> str | None:
+        """The id the backend gave a streamed answer."""
+        return self._reader.response_id if self._reader is not None else None
+
+    # -- time and back-pressure ---------------------------------------------------------------------------------
+
+    def _client_paused(self) -> None:
+        self._paused_at = self._now()
+        if self._connection.transport is not None:
+            self._connection.transport.pause_reading()
+        self._arm(self._paused_at)
+
+    def _client_resumed(self) -> None:
+        self._paused_at = None
+        self._heard_at = self._now()  # the silence was the client's, not the backend's
+        if self._connection.transport is not None:
+            self._connection.transport.resume_reading()
+
+    def _deadlines(self) -> list[tuple[float, Callable[[], None]]]:
+        limits, record = self._limits, self._record
+        out = [(record.accepted_at + limits.total, self._total_exceeded)]
+        if self._ended_at is not None:
+            out.append((self._ended_at + END_GRACE, self._end_overdue))
+        elif self._paused_at is not None:
+            out.append((self._paused_at + limits.client_idle, self._client_idle))
+        elif self.events_sent:
+            out.append((self._heard_at + limits.gap, self._gap_exceeded))
+        elif self._plan.stream:
+            out.append((self._dispatched_at + limits.first, self._first_exceeded))
+        if self._plan.stream and limits.keepalive_after and self._ended_at is None:
+            if self._answer.started:
+                due = self._last_sent_at + limits.keepalive_interval
+            else:
+                due = record.accepted_at + limits.keepalive_after
+            if self._paused_at is None and self._mode in (_Mode.WAITING, _Mode.STREAM):
+                out.append((due, self._keep_alive))
+        return out
+
+    def _arm(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = min(when for when, _ in self._deadlines())
+        self._timer = self._clock.call_at(max(due, now), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = self._now()
+        for when, action in self._deadlines():
+            if when <= now and not self.done.done():
+                action()
+        if not self.done.done():
+            self._arm(now)
+
+    def _keep_alive(self) -> None:
+        if not self._answer.started:
+            headers = self._headers_for(200, self._headers)
+            if self._mode is _Mode.WAITING:
+                headers = [*headers, (b"content-type", b"text/event-stream; charset=utf-8")]
+            self._answer.start(200, headers, None, KEEPALIVE)
+        else:
+            self._answer.write(KEEPALIVE)
+        self._last_sent_at = self._now()
+
+    def _total_exceeded(self) -> None:
+        message = f"the answer took longer than {self._limits.total:g} s"
+        self._fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, message)
+
+    def _first_exceeded(self) -> None:
+        message = f"no token within {self._limits.first:g} s"
+        self._fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, message)
+
+    def _gap_exceeded(self) -> None:
+        message = f"the stream was silent for {self._limits.gap:g} s"
+        self._fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, message)
+
+    def _client_idle(self) -> None:
+        message = f"the client did not read for {self._limits.client_idle:g} s"
+        self._fault(FaultKind.CLIENT_IDLE, Outcome.CLIENT_TIMEOUT, message)
+
+    def _end_overdue(self) -> None:
+        """The answer is whole; the backend does not end its message. The client need not wait for that."""
+        assert self._reader is not None
+        self._answer.finish(self._reader.closing())
+        self._finish(Result())

@@ -1,0 +1,336 @@
+"""What a streamed answer says, read as it passes: content, finish, usage, errors, its proper end.
+
+Rules
+1. `feed(data)` returns the bytes to forward. What needs no change is the very object that came in.
+2. One event is parsed to learn its shape; the events that follow it differ from it in one string only. So the
+   bytes before and after that string are remembered, and an event with the same head and tail and no quote in
+   between is known to be a content delta without parsing it: three byte comparisons. Anything else is parsed.
+3. Nothing is decided here. The reader says what it saw (`content`, `finish`, `usage`, `error`, `ended`); the relay
+   decides what that means.
+4. An event that is not the endpoint's shape raises `MalformedStream`: the backend's fault.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import orjson
+
+from proxy.wire.sse import EventTooLong, Splitter, fields
+
+_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_DONE = b"[DONE]"
+_NEVER = b"\0"  # no event starts with it
+
+
+class MalformedStream(ValueError):
+    """The backend sent something that is not an event stream of its endpoint."""
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)  # lone surrogates, NaN: legal enough to pass on
+        except (ValueError, RecursionError) as exc:
+            raise MalformedStream(f"event data is not JSON: {exc}") from None
+
+
+class StreamReader:
+    """Base: framing, the learned shape, the bytes to forward. Subclasses read one decoded event."""
+
+    __slots__ = (
+        "_head",
+        "_head_out",
+        "_splitter",
+        "_swap",
+        "_tail",
+        "_tail_out",
+        "content",
+        "ended",
+        "error",
+        "events",
+        "finish_reason",
+        "response_id",
+        "usage",
+    )
+
+    leaf_keys: tuple[bytes, ...] = ()
+    """Keys whose string value is the changing part of a content delta."""
+
+    def __init__(self, model_swap: tuple[bytes, bytes] | None = None) -> None:
+        """model_swap: (backend's name, public name), when the answer shall carry the public one."""
+        self._splitter = Splitter()
+        self._head = _NEVER
+        self._tail = b""
+        self._head_out = self._tail_out = b""
+        self._swap = model_swap
+        self.content = False
+        """A content-bearing delta came since the relay last reset this."""
+        self.events = 0
+        """Events seen, comments not counted."""
+        self.ended = False
+        """The protocol's own end mark was seen ([DONE], message_stop, response.completed …)."""
+        self.error: Any = None
+        """The decoded payload of an error event."""
+        self.finish_reason: str | None = None
+        self.usage: dict[str, Any] | None = None
+        self.response_id: str | None = None
+
+    @property
+    def pending(self) -> bytes:
+        return self._splitter.pending
+
+    def feed(self, data: bytes) -> bytes:
+        # The hot path: one whole event of the shape last learned. See rule 2.
+        if data.startswith(self._head) and data.endswith(self._tail) and not self._splitter.pending:
+            start, stop = len(self._head), len(data) - len(self._tail)
+            if start < stop and data.find(b'"', start, stop) < 0 and data.find(b"\n", start, stop) < 0:
+                if data[stop - 1] != 0x5C:  # a backslash would escape the tail's quote
+                    self.content = True
+                    if self._swap is None:
+                        return data
+                    return self._head_out + data[start:stop] + self._tail_out
+        splitter = self._splitter
+        aligned = not splitter.pending
+        try:
+            events = splitter.feed(data)
+        except EventTooLong as exc:
+            raise MalformedStream(str(exc)) from None
+        changed = False
+        outs = []
+        for event in events:
+            out = self._event(event)
+            changed = changed or out is not event
+            outs.append(out)
+            if self.error is not None:
+                break  # whatever follows an error is not part of the answer
+        if aligned and not changed and not splitter.pending:
+            return data
+        return b"".join(outs)
+
+    def _event(self, event: bytes) -> bytes:
+        """The bytes to forward for one event."""
+        name, data = fields(event)
+        if data is None:
+            return event
+        if data.startswith(_DONE):
+            self.events += 1
+            self.ended = True
+            return self._done(event)
+        payload = _decode(data)
+        if not isinstance(payload, dict):
+            raise MalformedStream("event data is not an object")
+        self.events += 1
+        if (
+            payload.get("error")
+            or name == b"error"
+            or payload.get("object") == "error"
+            or payload.get("type") == "error"
+        ):
+            self.error = payload
+            return b""
+        keep, teach = self._read(payload)
+        if not keep:
+            return b""
+        out = event
+        if self._swap is not None:
+            out = swap_model(event, *self._swap)
+        if teach:
+            self._learn(event, out)
+        return out
+
+    def _done(self, event: bytes) -> bytes:
+        return event
+
+    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
+        """Take in one event. Returns (forward it, it is a plain content delta worth learning)."""
+        raise NotImplementedError
+
+    def complete(self) -> bool:
+        """True when the answer is whole, [DONE] or not."""
+        raise NotImplementedError
+
+    def closing(self) -> bytes:
+        """What a whole answer still lacks at its end."""
+        return b""
+
+    def _learn(self, event: bytes, out: bytes) -> None:
+        for key in self.leaf_keys:
+            mark = b'"%b":"' % key
+            at = event.find(mark)
+            if at < 0:
+                continue
+            at += len(mark)
+            rest = _STRING_REST.match(event, at)
+            if rest is None or rest.end() == at + 1:
+                continue  # empty: not the leaf that carries content
+            self._head, self._tail = event[:at], event[rest.end() - 1 :]
+            if self._swap is not None:
+                length = rest.end() - 1 - at
+                head = swap_model(self._head, *self._swap)
+                self._head_out, self._tail_out = head, out[len(head) + length :]
+            return
+
+
+def swap_model(data: bytes, old: bytes, new: bytes) -> bytes:
+    """Put the public name where the backend wrote its own. Inside strings quotes are escaped, so an unescaped
+    `"model":"…"` is a member wherever it stands."""
+    for colon in (b":", b": "):
+        data = data.replace(b'"model"%b"%b"' % (colon, old), b'"model"%b"%b"' % (colon, new))
+    return data
+
+
+class ChatStream(StreamReader):
+    """`/v1/chat/completions`: choices[].delta, a finish_reason a choice, usage alone at the end, [DONE]."""
+
+    __slots__ = ("_hide_usage", "finish")
+    leaf_keys = (b"content", b"reasoning", b"reasoning_content", b"arguments")
+
+    def __init__(self, model_swap: tuple[bytes, bytes] | None = None, *, hide_usage: bool = False) -> None:
+        """hide_usage: the usage event was asked for by the gateway, not by the client."""
+        super().__init__(model_swap)
+        self._hide_usage = hide_usage
+        self.finish: dict[int, str | None] = {}
+        """finish_reason of every choice seen, None while it runs."""
+
+    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
+        choices = payload.get("choices")
+        usage = payload.get("usage")
+        if usage:
+            self.usage = usage
+        if self.response_id is None:
+            self.response_id = payload.get("id")
+        if not choices:
+            if choices is None and usage is None:
+                raise MalformedStream("a chunk without choices")
+            return not (usage and self._hide_usage), False
+        plain = len(choices) == 1 and not usage
+        for choice in choices:
+            try:
+                index = choice.get("index", 0)
+                finish = choice.get("finish_reason")
+                if self._has_content(choice):
+                    self.content = True
+                else:
+                    plain = False
+            except (AttributeError, TypeError):
+                raise MalformedStream("a choice is not an object") from None
+            if finish == "abort":
+                # vLLM's clean-looking end of what it gives up; see `aborted`.
+                self.finish[index] = self.finish_reason = finish
+                return False, False
+            if finish:
+                plain = False
+                self.finish[index] = self.finish_reason = finish
+            else:
+                self.finish.setdefault(index, None)
+        return True, plain
+
+    def _has_content(self, choice: dict[str, Any]) -> bool:
+        delta = choice.get("delta")
+        if not delta:
+            return False
+        return bool(
+            delta.get("content")
+            or delta.get("reasoning")
+            or delta.get("reasoning_content")
+            or delta.get("tool_calls")
+            or delta.get("refusal")
+            or delta.get("function_call")
+            or delta.get("audio")
+        )
+
+    @property
+    def aborted(self) -> bool:
+        """vLLM ends what it gives up with a clean-looking finish_reason "abort"."""
+        return self.finish_reason == "abort" or "abort" in self.finish.values()
+
+    def complete(self) -> bool:
+        return bool(self.finish) and None not in self.finish.values() and not self.aborted
+
+    def _done(self, event: bytes) -> bytes:
+        return event if self.complete() else b""  # an end mark on half an answer would make it look whole
+
+    def closing(self) -> bytes:
+        return b"" if self.ended else b"data: [DONE]\n\n"
+
+
+class CompletionsStream(ChatStream):
+    """`/v1/completions`: choices[].text."""
+
+    __slots__ = ()
+    leaf_keys = (b"text",)
+
+    def _has_content(self, choice: dict[str, Any]) -> bool:
+        return bool(choice.get("text"))
+
+
+class MessagesStream(StreamReader):
+    """Anthropic's `/v1/messages`: named events, message_stop at the end."""
+
+    __slots__ = ()
+    leaf_keys = (b"text", b"thinking", b"partial_json")
+    aborted = False
+
+    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
+        kind = payload.get("type")
+        if kind == "content_block_delta":
+            delta = payload.get("delta") or {}
+            if delta.get("text") or delta.get("thinking") or delta.get("partial_json"):
+                self.content = True
+                return True, True
+        elif kind == "content_block_start":
+            if (payload.get("content_block") or {}).get("type") in ("tool_use", "server_tool_use"):
+                self.content = True
+        elif kind == "message_start":
+            message = payload.get("message") or {}
+            self.response_id = message.get("id")
+            self.usage = dict(message.get("usage") or {})
+        elif kind == "message_delta":
+            self.finish_reason = (payload.get("delta") or {}).get("stop_reason") or self.finish_reason
+            self.usage = {**(self.usage or {}), **(payload.get("usage") or {})}
+        elif kind == "message_stop":
+            self.ended = True
+        elif kind is None:
+            raise MalformedStream("an event without type")
+        return True, False
+
+    def complete(self) -> bool:
+        return self.ended and self.finish_reason != "abort"
+
+
+class ResponsesStream(StreamReader):
+    """`/v1/responses`: typed, numbered events, one of response.completed/incomplete/failed at the end."""
+
+    __slots__ = ("sequence",)
+    aborted = False
+
+    def __init__(self, model_swap: tuple[bytes, bytes] | None = None) -> None:
+        super().__init__(model_swap)
+        self.sequence = -1
+        """sequence_number of the last event."""
+
+    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
+        kind = payload.get("type")
+        if not isinstance(kind, str):
+            raise MalformedStream("an event without type")
+        number = payload.get("sequence_number")
+        self.sequence = number if type(number) is int else self.sequence + 1
+        if kind.endswith(".delta"):
+            if payload.get("delta"):
+                self.content = True
+        elif kind in ("response.created", "response.in_progress"):
+            self.response_id = (payload.get("response") or {}).get("id") or self.response_id
+        elif kind in ("response.completed", "response.incomplete", "response.failed", "response.cancelled"):
+            response = payload.get("response") or {}
+            self.ended = True
+            self.usage = response.get("usage") or self.usage
+            self.finish_reason = response.get("status") or kind.removeprefix("response.")
+        return True, False
+
+    def complete(self) -> bool:
+        return self.ended
