@@ -2,10 +2,10 @@
 
 Rules
 1. The only importer of pydantic.
-2. A secret is a reference (`env:NAME`, `file:PATH`), read while loading and never printed: not by an error, not
-   by `repr`, not by `effective`. Relative paths start at the config file's folder.
-3. `values` knows the kinds of values, `sections` the keys, `rules` what must hold between keys, `problems` how
-   a mistake is worded; `load` ties them together. Other packages import from here only.
+2. A secret is a reference (`env:NAME`, `file:PATH`), read while loading and never printed: not by an error,
+   not by `repr`, not by `effective`. Relative paths start at the config file's folder.
+3. `values` knows the kinds of values, `sections` the keys, `rules` what must hold between keys, `problems`
+   how a mistake is worded; `load` ties them together. Other packages import from here only.
 """
 
 from proxy.config.load import ConfigError, effective, load, loads

@@ -1,8 +1,8 @@
 """What no single key can tell: rules between keys. Each is a function with its own message.
 
 Rules
-1. A rule yields `key.path: problem` lines and changes nothing. RULES names the sections it reads; it is skipped
-   when one of them could not be read, for its verdict would be a guess.
+1. A rule yields `key.path: problem` lines and changes nothing. RULES names the sections it reads; a rule is
+   skipped when one of them could not be read, for its verdict would be a guess.
 2. Whether a tier fits a backend is asked of the very filter that routes requests.
 """
 
@@ -132,7 +132,7 @@ def tiers_exist(config: Config) -> Iterator[str]:
 
 def exact_means_reference(config: Config) -> Iterator[str]:
     if not config.tiers["exact"].reference:
-        yield "tiers.exact.reference: must stay true: exact means reference weights; name other promises otherwise"
+        yield "tiers.exact.reference: must stay true: exact promises the reference weights"
 
 
 def tiers_can_be_served(config: Config) -> Iterator[str]:
@@ -144,8 +144,8 @@ def tiers_can_be_served(config: Config) -> Iterator[str]:
             tier = config.tiers[route.tier]
             wants = "reference weights" if tier.reference else f"kl_bits of at most {tier.max_kl_bits:g}"
             yield (
-                f'{key_path(("models", route.name))}: tier "{route.tier}" wants {wants}, and no backend has that '
-                f"({', '.join(route.backends)}): set their quality, or another tier"
+                f'{key_path(("models", route.name))}: tier "{route.tier}" wants {wants}, and none of its '
+                f"backends has that ({', '.join(route.backends)}): set their quality, or another tier"
             )
 
 
@@ -212,19 +212,18 @@ def key_forms(config: Config) -> Iterator[str]:
 
 
 def key_twins(config: Config) -> Iterator[str]:
-    keys = [key for key in config.server.keys if (key.key is None) != (key.sha256 is None)]
-    for index, key in enumerate(keys):
-        for first, other in enumerate(keys[:index]):
+    for index, key in enumerate(config.server.keys):
+        for first, other in enumerate(config.server.keys[:index]):
             if other.name == key.name:
                 yield f'server.keys[{index}].name: "{key.name}" is already the name of server.keys[{first}]'
-            if other.digest == key.digest:
-                yield f"server.keys[{index}]: the key of server.keys[{first}]: two tenants could not be told apart"
+            if other.digest is not None and other.digest == key.digest:
+                yield f"server.keys[{index}]: the same key as server.keys[{first}], but another tenant"
 
 
 def admin_key_is_its_own(config: Config) -> Iterator[str]:
     key = config.admin.key
     for index, client in enumerate(config.server.keys):
-        if key is not None and client.key == key:
+        if key is not None and client.digest == key.digest:
             yield f"admin.key: the same key as server.keys[{index}]: a client could drain backends"
 
 
@@ -242,8 +241,7 @@ def timeouts_in_order(config: Config) -> Iterator[str]:
     if general.keepalive_after >= general.first_token:
         yield (
             f"timeouts.keepalive_after: {general.keepalive_after:g} s is not below first_token "
-            f"({general.first_token:g} s): a silent stream would be given up before its first comment; 0 turns "
-            "comments off"
+            f"({general.first_token:g} s), so no comment would ever be sent; 0 turns them off"
         )
     for path, times in [
         ("timeouts", general),

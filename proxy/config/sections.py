@@ -9,7 +9,7 @@ Rules
 
 from __future__ import annotations
 
-import hashlib
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,10 +27,10 @@ from proxy.config.values import (
     BaseUrl,
     Bits,
     Bytes,
+    CertificateFile,
     Count,
     CountOrNone,
     Digest,
-    ExistingFile,
     HostName,
     JsonTable,
     Name,
@@ -57,9 +57,9 @@ class ApiKey(Section):
     sha256: Digest | None = None
 
     @property
-    def digest(self) -> str:
-        """sha256 of the key, hex."""
-        return self.sha256 or hashlib.sha256(self.key.reveal().encode() if self.key else b"").hexdigest()
+    def digest(self) -> str | None:
+        """sha256 of the key, hex; a loaded configuration has one for every key."""
+        return self.key.digest if self.key is not None else self.sha256
 
 
 class Server(Section):
@@ -105,8 +105,18 @@ class Limits(Section):
 
 
 class Tls(Section):
-    ca: ExistingFile | None = None
+    ca: CertificateFile | None = None
     verify: bool = True
+
+    def context(self) -> ssl.SSLContext:
+        """For connections to this backend: the system's certificates and `ca`, or anything at all."""
+        context = ssl.create_default_context()
+        if self.ca is not None:
+            context.load_verify_locations(self.ca)
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
 
 
 class Timeouts(Section):

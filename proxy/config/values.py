@@ -9,7 +9,9 @@ Rules
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
+import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
@@ -124,16 +126,20 @@ def _context(info: ValidationInfo) -> tuple[Mapping[str, str], Path]:
     return context.get("env", {}), context.get("folder", Path())
 
 
-def _existing_file(value: object, info: ValidationInfo) -> object:
+def _certificates(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, str):
         raise expected("the path of a file")
     path = _context(info)[1] / value
-    if not path.is_file():
-        raise broken(f"no such file: {path}")
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        raise broken(f"{path} holds no PEM certificates") from None
+    except OSError as error:
+        raise broken(f"{path} cannot be read: {error.strerror}") from None
     return str(path)
 
 
-ExistingFile = Annotated[str, BeforeValidator(_existing_file)]
+CertificateFile = Annotated[str, BeforeValidator(_certificates)]
 
 
 def _records(value: object, info: ValidationInfo) -> object:
@@ -158,6 +164,11 @@ class Secret:
 
     def reveal(self) -> str:
         return self._value
+
+    @property
+    def digest(self) -> str:
+        """sha256, hex."""
+        return hashlib.sha256(self._value.encode()).hexdigest()
 
     def __repr__(self) -> str:
         return "***"

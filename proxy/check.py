@@ -1,0 +1,396 @@
+"""`tierline check`: what is in force, who serves what, and whether the backends are what the config says.
+
+Rules
+1. A probe reads little, writes nothing and follows no redirect; it costs a backend one token.
+2. Every problem comes with what to change. A note is worth knowing and fails nothing.
+3. What a server answers is somebody else's text: bounded, and printed without markup or control characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import aiohttp
+import click
+from rich.console import Console
+from rich.table import Table
+
+from proxy.config import Backend, Config, effective, serving
+
+LONGEST_ANSWER = 1024 * 1024
+LONGEST_QUOTE = 160
+
+# Names that routing reads, by what they tell; one of each kind is enough.
+LOAD_METRICS = ("vllm:num_requests_running", "llamacpp:requests_processing")
+CACHE_METRICS = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "llamacpp:kv_cache_usage_ratio")
+
+
+# -- what is in force ----------------------------------------------------------------------------------------
+
+
+def print_config(config: Config) -> None:
+    """The effective configuration as TOML, masked."""
+    for line in toml_lines(effective(config)):
+        click.echo(line)
+
+
+def toml_lines(table: Mapping[str, object], path: str = "", header: str = "") -> Iterator[str]:
+    """A table as TOML. What has no value is a comment, since TOML has no null."""
+    plain = {key: value for key, value in table.items() if not _is_table(value) and not _is_tables(value)}
+    if header and plain:
+        yield header
+    for key, value in plain.items():
+        yield f"# {_key(key)} is not set" if value is None else f"{_key(key)} = {_inline(value)}"
+    if plain:
+        yield ""
+    for key, value in table.items():
+        inner = f"{path}.{_key(key)}" if path else _key(key)
+        if isinstance(value, Mapping):
+            yield from toml_lines(value, inner, f"[{inner}]")
+        elif isinstance(value, list) and _is_tables(value):
+            for item in value:
+                yield from toml_lines(item, inner, f"[[{inner}]]")
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def _key(key: str) -> str:
+    return key if key.replace("-", "").replace("_", "").isalnum() and key.isascii() else _inline(key)
+
+
+def _inline(value: object) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_inline(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + " }"
+    # TOML's basic strings, numbers and booleans are JSON's, but for DEL, which JSON leaves bare.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def print_routes(config: Config) -> None:
+    """For each public name and tier, the backends that may serve it."""
+    table = Table(title="Who may serve what", title_justify="left", caption_justify="left")
+    table.add_column("model", overflow="fold")
+    table.add_column("default tier")
+    for tier in config.tiers:
+        table.add_column(tier, overflow="fold")
+    for route in config.routes.values():
+        cells = [", ".join(serving(config, route.backends, tier)) or "nobody" for tier in config.tiers]
+        table.add_row(route.name, route.tier, *cells)
+    Console(markup=False, highlight=False).print(table)
+    for note in notes(config):
+        click.echo(f"note: {note}")
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What is allowed and may still not be meant."""
+    used = {name for route in config.routes.values() for name in route.backends}
+    for backend in config.backends:
+        if backend.name not in used:
+            yield f'backend "{backend.name}" serves no model'
+        if backend.url.startswith("https:") and not backend.tls.verify:
+            yield f'backend "{backend.name}" is trusted whatever certificate it shows (tls.verify = false)'
+    if config.server.allow_unauthenticated and not config.server.keys:
+        yield "clients need no key (server.allow_unauthenticated = true)"
+
+
+# -- probing -------------------------------------------------------------------------------------------------
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing learned of a backend. fix: what to change; empty when all is well."""
+
+    backend: str
+    what: str
+    verdict: Verdict
+    detail: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    kind: str
+    body: bytes
+
+    def quote(self) -> str:
+        """The server's own words, made fit to print."""
+        text = _error_message(_json(self.body)) or self.body.decode("utf-8", "replace")
+        words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return words if len(words) <= LONGEST_QUOTE else words[: LONGEST_QUOTE - 1] + "…"
+
+
+class Unreachable(Exception):
+    def __init__(self, detail: str, fix: str) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.fix = fix
+
+
+def probe_all(config: Config, timeout: float) -> list[Finding]:
+    """Ask every backend, side by side. timeout: seconds for each request."""
+
+    async def gather() -> list[Finding]:
+        found = await asyncio.gather(*(probe(backend, timeout) for backend in config.backends))
+        return [finding for findings in found for finding in findings]
+
+    return asyncio.run(gather())
+
+
+async def probe(backend: Backend, timeout: float) -> list[Finding]:
+    """Everything there is to learn of one backend; stops where nothing more can be."""
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(timeout=limit, auto_decompress=False, trust_env=False) as session:
+        try:
+            return await Probe(backend, session).run()
+        except Unreachable as error:
+            return [Finding(backend.name, "reachable", Verdict.PROBLEM, error.detail, error.fix)]
+
+
+class Probe:
+    """One backend being asked. Findings gather in the order of the questions."""
+
+    def __init__(self, backend: Backend, session: aiohttp.ClientSession) -> None:
+        self.backend = backend
+        self.session = session
+        self.findings: list[Finding] = []
+
+    def _tell(self, what: str, verdict: Verdict, detail: str, fix: str = "") -> None:
+        self.findings.append(Finding(self.backend.name, what, verdict, detail, fix))
+
+    async def run(self) -> list[Finding]:
+        models = await self._ask("GET", "/v1/models")
+        self._tell("reachable", Verdict.OK, self.backend.url)
+        if self._key_is_good(models):
+            model = self._model(models)
+            await self._health()
+            await self._metrics()
+            if model is not None:
+                await self._usage(model)
+        return self.findings
+
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
+        headers = {"accept-encoding": "identity"}
+        if self.backend.key is not None:
+            headers["authorization"] = f"Bearer {self.backend.key.reveal()}"
+        if body is not None:
+            headers["content-type"] = "application/json"
+        tls = self.backend.tls.context() if self.backend.url.startswith("https:") else True
+        url = self.backend.url + path
+        try:
+            async with self.session.request(
+                method, url, data=body, headers=headers, ssl=tls, allow_redirects=False
+            ) as response:
+                return Answer(response.status, response.content_type, await _read(response))
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            raise _unreachable(error) from error
+
+    def _key_is_good(self, answer: Answer) -> bool:
+        key = self.backend.key
+        if answer.status in (401, 403):
+            if key is None:
+                fix = 'set key = "env:NAME" for this backend'
+                self._tell("key", Verdict.PROBLEM, f"it wants a key ({answer.status})", fix)
+            else:
+                fix = f"put the key that the server was started with into {key.reference}"
+                self._tell("key", Verdict.PROBLEM, f"it refuses ours ({answer.status})", fix)
+            return False
+        self._tell("key", Verdict.OK, "none is wanted" if key is None else "accepted")
+        return True
+
+    def _model(self, answer: Answer) -> str | None:
+        """The name to ask for; None when the server does not say which models it has."""
+        listed = _models(answer.body) if answer.status == 200 else {}
+        wanted = self.backend.model
+        if not listed:
+            detail = f"/v1/models answers {answer.status} and lists none: {answer.quote()}"
+            fix = f"is {self.backend.url} an OpenAI-compatible server? A path before /v1 belongs into url"
+            self._tell("model", Verdict.PROBLEM, detail, fix)
+            return wanted
+        if wanted is not None and wanted not in listed:
+            names = ", ".join(f'"{name}"' for name in listed)
+            fix = f"set model to one of {names}" if len(listed) > 1 else f"set model = {names}"
+            self._tell("model", Verdict.PROBLEM, f'it has no "{wanted}", but {names}', fix)
+            return None
+        name = wanted or next(iter(listed))
+        self._tell("model", Verdict.OK, f'"{name}"')
+        self._window(listed[name])
+        return name
+
+    def _window(self, reported: int | None) -> None:
+        configured = self.backend.limits.window_tokens
+        if reported is None:
+            fix = "" if configured else "set limits.window_tokens, or long prompts are tried in vain"
+            self._tell("window", Verdict.NOTE, "not reported", fix)
+        elif configured is not None and configured > reported:
+            detail = f"{reported} tokens, but limits.window_tokens is {configured}"
+            fix = f"set limits.window_tokens = {reported}, or drop it"
+            self._tell("window", Verdict.PROBLEM, detail, fix)
+        else:
+            self._tell("window", Verdict.OK, f"{reported} tokens")
+
+    async def _health(self) -> None:
+        path = self.backend.health_path
+        answer = await self._ask("GET", path)
+        if answer.status == 200:
+            self._tell("health", Verdict.OK, path)
+        elif answer.status == 404:
+            self._tell("health", Verdict.NOTE, f"no {path}: /v1/models is asked in its place")
+        else:
+            fix = "look into the server's log: it is up, but says that it cannot serve"
+            self._tell("health", Verdict.PROBLEM, f"{path} answers {answer.status}", fix)
+
+    async def _metrics(self) -> None:
+        path = self.backend.metrics_path
+        answer = await self._ask("GET", path)
+        blind = "its load is judged by our own requests alone"
+        if answer.status != 200:
+            fix = "llama-server wants --metrics" if answer.status == 501 else ""
+            self._tell("metrics", Verdict.NOTE, f"{path} answers {answer.status}: {blind}", fix)
+            return
+        names = {
+            line.partition(b"{")[0].partition(b" ")[0].decode("ascii", "replace")
+            for line in answer.body.split(b"\n")
+        }
+        found = [name for name in (*LOAD_METRICS, *CACHE_METRICS) if name in names]
+        if any(name in LOAD_METRICS for name in found):
+            self._tell("metrics", Verdict.OK, ", ".join(found))
+        else:
+            self._tell("metrics", Verdict.NOTE, f"{path} has none of {', '.join(LOAD_METRICS)}: {blind}")
+
+    async def _usage(self, model: str) -> None:
+        """One token, streamed, with usage asked for."""
+        request: dict[str, object] = {
+            "model": model,
+            "messages": [{"role": "user", "content": "ping"}],
+            "max_tokens": 1,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer = await self._ask("POST", "/v1/chat/completions", json.dumps(request).encode())
+        if answer.status != 200 or answer.kind != "text/event-stream":
+            detail = f"/v1/chat/completions answers {answer.status} {answer.kind}: {answer.quote()}"
+            self._tell(
+                "stream", Verdict.PROBLEM, detail, "the server refuses a plain chat request: see its log"
+            )
+            return
+        events = list(_events(answer.body))
+        error = next((message for message in map(_error_message, events) if message), None)
+        if error is not None or not events:
+            detail = f"the stream says: {error}" if error else "the stream is empty"
+            self._tell(
+                "stream", Verdict.PROBLEM, detail, "the server fails on a plain chat request: see its log"
+            )
+            return
+        self._tell("stream", Verdict.OK, f"{len(events)} events")
+        has_usage = any(isinstance(event, dict) and event.get("usage") for event in events)
+        if has_usage == self.backend.stream_usage:
+            self._tell("usage", Verdict.OK, "streamed" if has_usage else "not streamed, as configured")
+        elif has_usage:
+            self._tell(
+                "usage", Verdict.NOTE, "streamed, but stream_usage is false", "set stream_usage = true"
+            )
+        else:
+            fix = "set stream_usage = false: time per output token will be missing from records"
+            self._tell("usage", Verdict.PROBLEM, "not streamed, though asked for", fix)
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """The body, or its first LONGEST_ANSWER bytes."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) >= LONGEST_ANSWER:
+            response.close()
+            break
+    return bytes(body[:LONGEST_ANSWER])
+
+
+def _unreachable(error: Exception) -> Unreachable:
+    detail = " ".join(str(error).split()) or type(error).__name__
+    match error:
+        case aiohttp.ClientConnectorCertificateError():
+            return Unreachable(detail, "set tls.ca to the file of the certificate's issuer")
+        case aiohttp.ClientSSLError():
+            return Unreachable(detail, "does the server speak TLS on this port? If not, write http in url")
+        case aiohttp.ClientConnectorDNSError():
+            return Unreachable(detail, "the host in url is not known here")
+        case TimeoutError():
+            return Unreachable("no answer in time", "is the server still loading, or a firewall in between?")
+        case aiohttp.ClientConnectorError(os_error=OSError(errno=int(number))) if number > 0:
+            return Unreachable(os.strerror(number), "is the server running, and is this its port?")
+    return Unreachable(detail, "what listens at this address does not speak HTTP as expected")
+
+
+def _json(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _error_message(answer: object) -> str | None:
+    """The message of `{"error": …}` in any server's dialect."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(error, dict):
+        return str(error.get("message") or error)
+    return str(error) if error else None
+
+
+def _models(body: bytes) -> dict[str, int | None]:
+    """Names in /v1/models and their windows in tokens: vLLM's max_model_len, llama.cpp's meta.n_ctx."""
+    answer = _json(body)
+    entries = answer.get("data") if isinstance(answer, dict) else None
+    found: dict[str, int | None] = {}
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
+            continue
+        meta = entry.get("meta")
+        window = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+        found[entry["id"]] = window if isinstance(window, int) else None
+    return found
+
+
+def _events(body: bytes) -> Iterator[object]:
+    """The JSON of a stream's data lines."""
+    for line in body.splitlines():
+        if line.startswith(b"data:"):
+            data = line[5:].strip()
+            if data != b"[DONE]":
+                yield _json(data)
+
+
+def print_probes(findings: list[Finding]) -> bool:
+    """A table of what was found, then what to change. True when there is no problem."""
+    table = Table(title="Probes", title_justify="left")
+    for column in ("backend", "what", "", "found"):
+        table.add_column(column, overflow="fold")
+    colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+    for finding in findings:
+        row = (finding.backend, finding.what, finding.verdict.value, finding.detail)
+        table.add_row(*row, style=colours[finding.verdict] if finding.verdict is not Verdict.OK else None)
+    Console(markup=False, highlight=False).print(table)
+    for finding in findings:
+        if finding.fix:
+            click.echo(
+                f"{finding.verdict}: {finding.backend}: {finding.what}: {finding.detail}; {finding.fix}"
+            )
+    return all(finding.verdict is not Verdict.PROBLEM for finding in findings)

@@ -1,0 +1,169 @@
+"""The command line: `tierline`, and `python -m proxy`.
+
+Rules
+1. Only click is imported at the top: `--help` answers at once. The gateway, aiohttp and rich are imported by
+   the command that needs them.
+2. Results go to stdout, problems and logs to stderr. Secrets go nowhere: never read from argv, never printed.
+3. Exit codes mean something (`Exit`); docs/configuration.md lists them.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import platform
+import socket
+import sys
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import click
+
+from proxy import __version__
+
+if TYPE_CHECKING:
+    from proxy.config import Config
+
+
+class Exit(IntEnum):
+    """Exit codes of every command. Closed."""
+
+    OK = 0  # done, or stopped as asked
+    FAILED = 1  # failed while running; a probe found a problem
+    CONFIG = 2  # the config or the command line cannot be used
+    BIND = 3  # a listener's address cannot be had
+
+
+# What binding a listener fails with; any other OSError is a failure of its own.
+BIND_ERRORS = frozenset(
+    {errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.EAFNOSUPPORT}
+)
+
+config_option = click.option(
+    "-c",
+    "--config",
+    "path",
+    default="config.toml",
+    envvar="TIERLINE_CONFIG",
+    show_default=True,
+    show_envvar=True,
+    metavar="FILE",
+    help="The configuration.",
+)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done, 1 failed while running, 2 config or usage, 3 cannot bind.",
+)
+def main() -> None:
+    """A gateway that sends each request to the vLLM backend that answers soonest at the quality asked for."""
+
+
+@main.command()
+@config_option
+def serve(path: str) -> None:
+    """Run the gateway until SIGTERM or Ctrl-C."""
+    config = _load(path)
+    set_up_logging(config.telemetry.log_level, config.telemetry.log_format)
+    from proxy.app import run
+
+    try:
+        code = run(config)
+    except OSError as error:
+        if error.errno not in BIND_ERRORS and not isinstance(error, socket.gaierror):
+            raise
+        click.echo(f"cannot listen: {error.strerror or error}", err=True)
+        code = Exit.BIND
+    sys.exit(code)
+
+
+@main.command()
+@config_option
+@click.option("--probe", is_flag=True, help="Also ask each backend: model, window, key, usage.")
+@click.option("--timeout", default=10.0, show_default=True, metavar="SECONDS", help="Limit for each probe.")
+def check(path: str, probe: bool, timeout: float) -> None:
+    """Validate a configuration and print what is in force.
+
+    Every default is filled in, every secret masked. Then, for each model, who may serve each tier.
+    All problems of the file are listed at once.
+    """
+    config = _load(path)
+    from proxy.check import print_config, print_probes, print_routes, probe_all
+
+    print_config(config)
+    print_routes(config)
+    if probe and not print_probes(probe_all(config, timeout)):
+        sys.exit(Exit.FAILED)
+
+
+@main.group()
+def keys() -> None:
+    """Client keys."""
+
+
+@keys.command("hash")
+@click.option("--name", default="NAME", show_default=True, help="The tenant's name in the printed line.")
+def hash_key(name: str) -> None:
+    """Hash a key for the configuration.
+
+    The key is read from stdin, or asked for on a terminal; never give it as an argument, where others see it.
+    """
+    if sys.stdin.isatty():
+        key = click.prompt("Key", hide_input=True, err=True)
+    else:
+        key = sys.stdin.read()
+    key = key.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        click.echo("a key is visible ASCII characters without spaces, and at least one", err=True)
+        sys.exit(Exit.CONFIG)
+    click.echo("[[server.keys]]")
+    click.echo(f"name = {json.dumps(name)}")
+    click.echo(f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"')
+
+
+@main.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(f"tierline {__version__} (Python {platform.python_version()}, {platform.system()})")
+
+
+def _load(path: str) -> Config:
+    from proxy.config import ConfigError, load
+
+    try:
+        return load(path)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(Exit.CONFIG)
+
+
+# -- logging -------------------------------------------------------------------------------------------------
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, and the traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, str] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def set_up_logging(level: str, style: str) -> None:
+    """Send every logger to stderr. level: as in telemetry.log_level. style: "console" or "json"."""
+    handler = logging.StreamHandler()
+    if style == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
