@@ -183,9 +183,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        transport.set_write_buffer_limits(
-            high=1
-        )  # blocked: the kernel took no more (0 never resumes under TLS)
+        # `blocked` then means that the kernel took no more. (Not 0: under TLS that pauses and never resumes.)
+        transport.set_write_buffer_limits(high=1)
         self.backend._opened(self)
         self.script = asyncio.get_running_loop().create_task(self._serve())
         self.script.add_done_callback(self._script_done)
