@@ -64,7 +64,9 @@ class ClientConnection(web.RequestHandler):
         else:
             text, kind = "The request is not valid HTTP.", "invalid_request_error"
         info = ErrorInfo(status, text, kind, "bad_http" if status < 500 else None)
-        response = web.Response(status=status, body=render_body(Api.OTHER, info), content_type="application/json")
+        response = web.Response(
+            status=status, body=render_body(Api.OTHER, info), content_type="application/json"
+        )
         response.force_close()
         return response
 
@@ -75,7 +77,9 @@ class Server(web.Server):
     Handlers are cancelled when the client goes away: that is how a vanished client stops its generation.
     """
 
-    def __init__(self, handler: Callable[[Any], Any], *, max_body_bytes: int, keepalive_timeout: float) -> None:
+    def __init__(
+        self, handler: Callable[[Any], Any], *, max_body_bytes: int, keepalive_timeout: float
+    ) -> None:
         super().__init__(handler, request_factory=self._request, handler_cancellation=True)
         self._max_body_bytes = max_body_bytes
         self._keepalive_timeout = keepalive_timeout

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from urllib.parse import unquote
 
@@ -20,25 +20,28 @@ from aiohttp import web
 
 from policies import Decision, Failure, RequestFacts, Retry, RetryParams, Router, may_retry
 from proxy.access import KeyRing
+from proxy.attempt import Fault, FaultKind, Limits, Plan, Reply, Result
 from proxy.classify import Classified, Classifier
 from proxy.clock import Clock
-from proxy.config import ModelRoute, Timeouts
+from proxy.config import Timeouts
 from proxy.endpoints import RELAYED, RESPONSES_PREFIX, Endpoint, api_of
 from proxy.errors import Outcome, ProxyError
 from proxy.front import Answer, send_continue
-from proxy.headers import Cors, RequestHead, error_headers, request_id, response_headers
+from proxy.headers import Cors, error_headers, request_head, request_id, response_headers
 from proxy.local import Local
 from proxy.metrics import Metrics
 from proxy.owners import Owners
 from proxy.pool import Backend, Pool
 from proxy.record import Record, Recorder
 from proxy.refusals import fault_error, refusal, reply_error, unreachable
-from proxy.relay import Fault, FaultKind, Limits, Plan, Relay, Reply, Result
+from proxy.relay import Relay
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.wire.answers import read_answer
 from proxy.wire.errors import Api, ErrorInfo, is_context_overflow, render_body, render_event
 
 log = logging.getLogger("tierline.request")
+
+STOPPING = "The gateway is shutting down; please send the request again."
 
 _FAILURES = {
     FaultKind.STALE: Failure.REUSED,
@@ -51,7 +54,7 @@ _FAILURES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Gateway:
     """What every request needs, wired by `app`."""
 
@@ -66,20 +69,32 @@ class Gateway:
     keys: KeyRing
     public_paths: frozenset[str]
     body_timeout: float
-    pass_credentials: bool
     cors: Cors
     owners: Owners
     local: Local
     metrics: Metrics
     recorder: Recorder
-    relays: set[Relay]
+    exchanges: set[Exchange] = field(default_factory=set)
     draining: bool = False
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_idle(self) -> None:
+        """Until no request runs."""
+        while self.exchanges:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def interrupt(self) -> None:
+        """End every running answer with an error: the gateway stops."""
+        for exchange in tuple(self.exchanges):
+            exchange.interrupt()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, from accept to record."""
         exchange = Exchange(self, request)
         if (done := exchange.answer_here()) is not None:
             return done
+        self.exchanges.add(exchange)
         try:
             exchange.authorize()
             endpoint = exchange.find_endpoint()
@@ -89,27 +104,46 @@ class Gateway:
         except ProxyError as error:
             exchange.refuse(error)
         except asyncio.CancelledError:
-            exchange.end(Outcome.CANCELLED, "client went away")
-            raise
+            if not exchange.interrupted:
+                exchange.end(Outcome.CANCELLED, "client went away")
+                raise
+            exchange.refuse(ProxyError(Outcome.SHUTDOWN, 503, STOPPING, type="server_error", code="shutdown"))
         except Exception:
             log.exception("request %s failed inside the gateway", exchange.record.request_id)
             exchange.refuse(ProxyError(Outcome.INTERNAL, 500, "internal error", type="server_error"))
         finally:
             exchange.close()
+            self.exchanges.discard(exchange)
+            if not self.exchanges:
+                self._idle.set()
         return exchange.answer
 
 
 class Exchange:
     """One request and everything that belongs to it."""
 
-    __slots__ = ("_gateway", "_headers", "_relay", "_request", "_ended", "answer", "api", "path", "record")
+    __slots__ = (
+        "_ended",
+        "_gateway",
+        "_headers",
+        "_relay",
+        "_request",
+        "_task",
+        "answer",
+        "api",
+        "interrupted",
+        "path",
+        "record",
+    )
 
     def __init__(self, gateway: Gateway, request: web.BaseRequest) -> None:
         now = gateway.clock.now()
         self._gateway = gateway
         self._request = request
         self._relay: Relay | None = None
+        self._task = asyncio.current_task()
         self._ended = False
+        self.interrupted = False
         self.path = request.raw_path.partition("?")[0]
         self.api = api_of(self.path)
         ident = request_id(request.headers.get("x-request-id"))
@@ -157,7 +191,9 @@ class Exchange:
             return Endpoint(self.path, Api.RESPONSES, body="none")
         endpoint = RELAYED.get(self.path)
         if endpoint is None:
-            raise ProxyError(Outcome.BAD_REQUEST, 404, f"Unknown path: {method} {self.path}", code="unknown_url")
+            raise ProxyError(
+                Outcome.BAD_REQUEST, 404, f"Unknown path: {method} {self.path}", code="unknown_url"
+            )
         if method != "POST":
             message = f"{self.path} takes POST, not {method}."
             headers = (("allow", "POST"),)
@@ -187,10 +223,8 @@ class Exchange:
 
     async def serve(self, endpoint: Endpoint, asked: Classified) -> None:
         """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
-        gateway, record, request = self._gateway, self.record, self._request
-        record.admitted_at = gateway.clock.now()
-        credentials = gateway.pass_credentials
-        head = RequestHead(request.method, request.raw_path, request.raw_headers, record.request_id, credentials=credentials)
+        gateway = self._gateway
+        self.record.admitted_at = gateway.clock.now()
         failures: list[Failure] = []
         tried: frozenset[str] = frozenset()
         larger_than: int | None = None
@@ -202,10 +236,11 @@ class Exchange:
             )
             if decision.backend is None:
                 raise failed or refusal(asked.facts, decision, views)
+            started = gateway.clock.now()
             lease = gateway.pool.lease(decision.backend, asked.facts.context_tokens)
             try:
                 self._note(decision, asked.facts)
-                failed, failure = await self._attempt(lease.backend, endpoint, asked, head, failures)
+                failed, failure = await self._attempt(lease.backend, endpoint, asked, failures)
             finally:
                 lease.release()
             if failed is None:
@@ -213,6 +248,7 @@ class Exchange:
             if failure is None:
                 raise failed
             failures.append(failure)
+            self.record.backoff_seconds += gateway.clock.now() - started
             gateway.pool.failed(lease.backend.name, failure)
             events_sent = self._relay is not None and self._relay.events_sent
             retry = may_retry(failures, events_sent, gateway.retry)
@@ -232,7 +268,7 @@ class Exchange:
         self._gateway.metrics.decided(decision)
 
     async def _attempt(
-        self, backend: Backend, endpoint: Endpoint, asked: Classified, head: RequestHead, failures: list[Failure]
+        self, backend: Backend, endpoint: Endpoint, asked: Classified, failures: list[Failure]
     ) -> tuple[ProxyError | None, Failure | None]:
         """One attempt. (None, None): answered for good. Else what to tell the client and what failed."""
         gateway = self._gateway
@@ -245,9 +281,17 @@ class Exchange:
                     connection = await backend.connections.connect()
             except (OSError, TimeoutError) as exc:
                 return unreachable(backend.name, exc), Failure.CONNECT
-        spec = backend.spec
         body, plan = gateway.classifier.prepare(endpoint, asked, backend, self._limits(timeouts, asked.facts))
-        result = await self._exchange(connection, head.build(spec.host_header, spec.path_prefix, spec.key, len(body)), body, plan)
+        request = self._request
+        head = request_head(
+            (request.method, request.raw_path),
+            request.raw_headers,
+            self.record.request_id,
+            backend.spec,
+            len(body),
+            credentials=self._credentials(backend),
+        )
+        result = await self._exchange(connection, head, body, plan)
         if result.reply is not None:
             gateway.pool.answered(backend.name)
             return self._reply(backend, result.reply, endpoint, asked)
@@ -262,17 +306,29 @@ class Exchange:
 
     async def _exchange(self, connection: UpstreamConnection, head: bytes, body: bytes, plan: Plan) -> Result:
         gateway = self._gateway
-        relay = self._relay = Relay(gateway.clock, connection, self.answer, self.record, plan, self._client_headers)
-        gateway.relays.add(relay)
+        relay = self._relay = Relay(
+            gateway.clock, connection, self.answer, self.record, plan, self._client_headers
+        )
         try:
             relay.start(head, body)
             result = await relay.done
         finally:
             relay.stop()
-            gateway.relays.discard(relay)
         if plan.api is Api.RESPONSES and relay.response_id is not None and self.record.backend is not None:
             gateway.owners.learn(relay.response_id, self.record.backend)
         return result
+
+    def interrupt(self) -> None:
+        """The gateway stops. A running attempt ends with a fault; whatever else is awaited is cancelled."""
+        self.interrupted = True
+        if self._relay is not None and not self._relay.done.done():
+            self._relay.interrupt(STOPPING)
+        elif self._task is not None:
+            self._task.cancel()
+
+    def _credentials(self, backend: Backend) -> bool:
+        """The client's own pass only where neither side has keys."""
+        return not self._gateway.keys and backend.spec.key is None
 
     def _limits(self, timeouts: Timeouts, facts: RequestFacts) -> Limits:
         first = timeouts.first_token + timeouts.first_token_per_1k_tokens * facts.prompt.tokens / 1000
@@ -292,7 +348,7 @@ class Exchange:
         record = self.record
         answer = read_answer(reply.body) if endpoint.api is not Api.OTHER or asked.facts.stream else None
         if reply.status >= 300 or (answer is not None and answer.failed):
-            error, info = reply_error(backend.name, reply, self._gateway.pass_credentials)
+            error, info = reply_error(backend.name, reply, self._credentials(backend))
             if is_context_overflow(info):
                 return error, Failure.OVERFLOW
             return error, Failure.ERROR if error.status >= 500 else Failure.REJECTED

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Sequence
 
+from proxy.pool import BackendSpec
 from proxy.upstream import Headers, end_to_end
 
 _REQUEST_DROP = frozenset(
@@ -19,6 +20,7 @@ _REQUEST_DROP = frozenset(
     + (b"x-quality-tier", b"x-tool-format", b"x-tierline-explain", b"forwarded", b"via")
 )
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"cookie"))
+_REQUEST_DROP_ALL = _REQUEST_DROP | _CREDENTIALS
 _RESPONSE_DROP = frozenset(
     (b"content-length", b"x-request-id", b"alt-svc", b"strict-transport-security")
     + (b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-allow-headers")
@@ -35,35 +37,34 @@ def request_id(asked: str | None) -> str:
     return secrets.token_hex(16)
 
 
-class RequestHead:
-    """The request head for a backend, all but the parts that differ per attempt, built once per request."""
-
-    __slots__ = ("_middle", "_start")
-
-    def __init__(
-        self, method: str, target: str, headers: Sequence[tuple[bytes, bytes]], ident: str, *, credentials: bool
-    ) -> None:
-        """target: path and query as the client wrote them. credentials: the client's may pass."""
-        drop = _REQUEST_DROP if credentials else _REQUEST_DROP | _CREDENTIALS
-        parts = [b"\r\naccept-encoding: identity\r\nx-request-id: ", ident.encode()]
-        for name, value in end_to_end(headers, drop):
-            parts += (b"\r\n", name, b": ", value)
-        self._start = (method.encode(), target.encode())
-        self._middle = b"".join(parts)
-
-    def build(self, host: bytes, prefix: bytes, key: str | None, length: int) -> bytes:
-        """The head for one backend. key: its own bearer key."""
-        method, target = self._start
-        bearer = b"\r\nauthorization: Bearer " + key.encode() if key is not None else b""
-        return b"%b %b%b HTTP/1.1\r\nhost: %b%b%b\r\ncontent-length: %d\r\n\r\n" % (
-            method,
-            prefix,
-            target,
-            host,
-            self._middle,
-            bearer,
-            length,
-        )
+def request_head(
+    request_line: tuple[str, str],
+    headers: Sequence[tuple[bytes, bytes]],
+    ident: str,
+    backend: BackendSpec,
+    length: int,
+    *,
+    credentials: bool,
+) -> bytes:
+    """The head a backend gets. request_line: method, path and query as the client wrote them. credentials: the
+    client's may pass."""
+    drop = _REQUEST_DROP if credentials else _REQUEST_DROP_ALL
+    method, target = request_line
+    parts = [
+        method.encode(),
+        b" ",
+        backend.path_prefix,
+        target.encode(),
+        b" HTTP/1.1\r\nhost: ",
+        backend.host_header,
+    ]
+    for name, value in end_to_end(headers, drop):
+        parts += (b"\r\n", name, b": ", value)
+    if backend.key is not None:
+        parts += (b"\r\nauthorization: Bearer ", backend.key.encode())
+    tail = b"\r\naccept-encoding: identity\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
+    parts.append(tail % (ident.encode(), length))
+    return b"".join(parts)
 
 
 def response_headers(upstream: Headers, ours: Headers) -> Headers:

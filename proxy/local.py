@@ -90,7 +90,10 @@ class Local:
             able, reasons = self._able(route)
             models[name] = {"ready": bool(able), "backends": [view.name for view in able], "not": reasons}
             ready = ready and bool(able)
-        body = {"status": "ready" if ready else "draining" if self.draining else "not ready", "models": models}
+        body = {
+            "status": "ready" if ready else "draining" if self.draining else "not ready",
+            "models": models,
+        }
         return 200 if ready else 503, [_JSON], orjson.dumps(body)
 
     def _model(self, route: ModelRoute) -> dict[str, object]:

@@ -10,8 +10,8 @@ import ssl
 from collections.abc import Sequence
 
 from policies import BackendView, Decision, DropReason, RequestFacts
+from proxy.attempt import Fault, FaultKind, Reply
 from proxy.errors import Outcome, ProxyError
-from proxy.relay import Fault, FaultKind, Reply
 from proxy.upstream import Headers
 from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, openai_type, read_error, read_event_error
 
@@ -24,7 +24,9 @@ def refusal(facts: RequestFacts, decision: Decision, views: Sequence[BackendView
     reasons = {drop.backend: drop.reason for drop in decision.drops}
     counted = [reason for reason in reasons.values() if reason is not DropReason.TIER]
     if counted and all(reason is DropReason.PROMPT_TOO_LONG for reason in counted):
-        windows = [v.window_tokens for v in views if v.window_tokens and reasons[v.name] is not DropReason.TIER]
+        windows = [
+            v.window_tokens for v in views if v.window_tokens and reasons[v.name] is not DropReason.TIER
+        ]
         message = (
             f"This model's maximum context length is {max(windows)} tokens at tier '{facts.tier.name}'. However, your "
             f"prompt has at least {facts.prompt.low} tokens. Please reduce its length."

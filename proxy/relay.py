@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 
+from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
 from proxy.clock import Clock, Timer
 from proxy.errors import Outcome
 from proxy.front import Answer
@@ -39,70 +39,6 @@ MAX_BUFFERED_BYTES = 8 * 1024 * 1024
 KEEPALIVE = b": keep-alive\n\n"
 END_GRACE = 1.0
 """Seconds a backend has to end its message after the stream's own end mark."""
-
-
-class FaultKind(Enum):
-    """What broke an attempt; `policies.retry` and the handler map it."""
-
-    STALE = auto()  # a reused connection died before any byte came
-    CUT = auto()
-    EMPTY = auto()  # 200 and an event stream without an event
-    ERROR_EVENT = auto()
-    ABORTED = auto()  # finish_reason "abort"
-    MALFORMED = auto()
-    TIMEOUT = auto()
-    CLIENT_IDLE = auto()
-    SHUTDOWN = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    kind: FaultKind
-    outcome: Outcome
-    message: str
-    payload: object = None
-    """The decoded error event, if one came."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A whole answer, not sent yet."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How an attempt ended. `reply`: to be sent. `fault`: to be told or retried. Neither: sent, and whole."""
-
-    reply: Reply | None = None
-    fault: Fault | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds. `first`: dispatch → first event. `gap`: between reads. `total`: accept → end. `client_idle`: no
-    reading by the client. `keepalive_after`/`interval`: of silence, before and between SSE comments (0: never)."""
-
-    first: float
-    gap: float
-    total: float
-    client_idle: float
-    keepalive_after: float
-    keepalive_interval: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the handler knows before the answer: which shape to read, what to hide or rename."""
-
-    api: Api
-    stream: bool
-    hide_usage: bool
-    model_swap: tuple[bytes, bytes] | None
-    limits: Limits
 
 
 class _Mode(Enum):
@@ -299,12 +235,18 @@ class Relay:
         assert reader is not None
         self._connection.release()
         if not reader.events:
-            self._fault(FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event")
+            self._fault(
+                FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event"
+            )
         elif reader.complete() and not reader.pending.strip():
             self._answer.finish(reader.closing())
             self._finish(Result())
         else:
-            self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, "the backend ended the stream before the answer was whole")
+            self._fault(
+                FaultKind.CUT,
+                Outcome.UPSTREAM_CUT,
+                "the backend ended the stream before the answer was whole",
+            )
 
     def lost(self, what: str, malformed: bool) -> None:
         if malformed:

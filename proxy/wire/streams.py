@@ -22,6 +22,7 @@ from proxy.wire.sse import EventTooLong, Splitter, fields
 
 _STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _DONE = b"[DONE]"
+_BACKSLASH = 0x5C
 _NEVER = b"\0"  # no event starts with it
 
 
@@ -88,12 +89,13 @@ class StreamReader:
         # The hot path: one whole event of the shape last learned. See rule 2.
         if data.startswith(self._head) and data.endswith(self._tail) and not self._splitter.pending:
             start, stop = len(self._head), len(data) - len(self._tail)
-            if start < stop and data.find(b'"', start, stop) < 0 and data.find(b"\n", start, stop) < 0:
-                if data[stop - 1] != 0x5C:  # a backslash would escape the tail's quote
-                    self.content = True
-                    if self._swap is None:
-                        return data
-                    return self._head_out + data[start:stop] + self._tail_out
+            # A quote or line end inside would be structure; a last backslash would escape the tail's quote.
+            plain = start < stop and data.find(b'"', start, stop) < 0 and data.find(b"\n", start, stop) < 0
+            if plain and data[stop - 1] != _BACKSLASH:
+                self.content = True
+                if self._swap is None:
+                    return data
+                return self._head_out + data[start:stop] + self._tail_out
         splitter = self._splitter
         aligned = not splitter.pending
         try:

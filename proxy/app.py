@@ -1,0 +1,234 @@
+"""Wiring: the only place where everything meets. Build, listen, run until told to stop, drain, close.
+
+Shutting down, in order: stop accepting; let streams finish, up to `drain_timeout`; end the rest with an in-band
+error; close clients and backends; write the last records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import ssl
+from collections.abc import Callable
+from random import Random
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from policies import Router
+from proxy.access import KeyRing
+from proxy.admin import admin_app
+from proxy.classify import Classifier
+from proxy.clock import Clock, LoopClock
+from proxy.config import Backend as BackendConfig
+from proxy.config import Config
+from proxy.front import Server
+from proxy.handler import Gateway
+from proxy.headers import Cors
+from proxy.health import HealthPoller
+from proxy.local import Local
+from proxy.metrics import Metrics
+from proxy.owners import Owners
+from proxy.pool import Backend, BackendSpec, Pool
+from proxy.record import FileWriter, Recorder, Write, write_stdout
+from proxy.upstream import ConnectionPool
+
+log = logging.getLogger("tierline")
+
+END_SECONDS = 5.0
+"""What ending the rest in-band may take after the drain limit."""
+
+
+class App:
+    """The gateway as a thing that can be started and stopped; tests use it just like `run`."""
+
+    def __init__(self, config: Config, clock: Clock | None = None, rng: Random | None = None) -> None:
+        self.config = config
+        self.clock = clock or LoopClock()
+        self._write = _writer(config)
+        self.recorder = Recorder(self.clock, self._write)
+        self.pool = Pool(
+            [_backend(config, backend, self.clock) for backend in config.backends],
+            self.clock,
+            config.health.breaker,
+        )
+        self.metrics = Metrics(config, self.pool.snapshot, self.recorder)
+        on_data = config.admin.metrics_on in ("data", "both")
+        self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
+        owners = Owners()
+        self.gateway = Gateway(
+            clock=self.clock,
+            rng=rng or Random(),
+            classifier=Classifier(config, owners),
+            router=Router(config.policy.router),
+            retry=config.policy.retry,
+            pool=self.pool,
+            timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
+            keys=KeyRing([(key.name, key.digest) for key in config.server.keys]),
+            public_paths=frozenset(config.server.public_paths),
+            body_timeout=config.server.body_timeout,
+            cors=Cors(config.server.cors_origins),
+            owners=owners,
+            local=self.local,
+            metrics=self.metrics,
+            recorder=self.recorder,
+        )
+        self.health = HealthPoller(config, self.clock, self.pool)
+        self._runners: list[web.BaseRunner[web.Server]] = []
+        self._sites: list[web.TCPSite] = []
+        self.port = 0
+        self.admin_port = 0
+
+    async def start(self) -> None:
+        """Listen on both sides and begin to watch the backends. Raises OSError when an address cannot be had."""
+        config = self.config
+        server = Server(
+            self.gateway.handle,
+            max_body_bytes=config.server.max_body_bytes,
+            keepalive_timeout=config.server.keepalive_timeout,
+        )
+        try:
+            self.port = await self._listen(
+                web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0),
+                config.server.host,
+                config.server.port,
+            )
+            if config.admin.enabled:
+                runner = web.AppRunner(
+                    admin_app(config, self.pool, self.metrics),
+                    access_log=None,
+                    handle_signals=False,
+                    shutdown_timeout=1.0,
+                )
+                self.admin_port = await self._listen(runner, config.admin.host, config.admin.port)
+        except OSError:
+            await self.close()
+            raise
+        self.health.start()
+
+    async def _listen(self, runner: web.BaseRunner[web.Server], host: str, port: int) -> int:
+        await runner.setup()
+        self._runners.append(runner)
+        site = web.TCPSite(runner, host, port, backlog=self.config.server.backlog)
+        await site.start()
+        self._sites.append(site)
+        address: tuple[str, int] = runner.addresses[0]
+        return address[1]
+
+    async def drain(self) -> None:
+        """Accept nothing new, let what runs finish until the limit, then end it in-band."""
+        gateway = self.gateway
+        gateway.draining = self.local.draining = True
+        for site in self._sites[:1]:
+            await site.stop()
+        seconds = self.config.server.drain_timeout
+        if not await self._idle(seconds):
+            log.warning("%d requests still run after %g s: ending them", len(gateway.exchanges), seconds)
+            gateway.interrupt()
+            await self._idle(END_SECONDS)
+
+    async def _idle(self, seconds: float) -> bool:
+        """Wait until no request runs; False when `seconds` were not enough."""
+        try:
+            async with self.clock.timeout_at(self.clock.now() + seconds):
+                await self.gateway.wait_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close everything, at once. Safe after a failed start."""
+        await self.health.stop()
+        for runner in reversed(self._runners):
+            await runner.cleanup()
+        self.pool.close()
+        await self.recorder.close()
+        if isinstance(self._write, FileWriter):
+            self._write.close()
+
+
+def _writer(config: Config) -> Write | None:
+    path = config.telemetry.records_path
+    if path is not None:
+        return FileWriter(str(path))
+    return write_stdout if config.telemetry.records == "stdout" else None
+
+
+def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
+    parts = urlsplit(backend.url)
+    secure = parts.scheme == "https"
+    host = parts.hostname or ""
+    tls: ssl.SSLContext | None = None
+    if secure:
+        tls = ssl.create_default_context(cafile=backend.tls.ca)
+        tls.set_alpn_protocols(["http/1.1"])
+        if not backend.tls.verify:
+            tls.check_hostname = False
+            tls.verify_mode = ssl.CERT_NONE
+    max_idle = config.pool.max_idle if backend.max_idle is None else backend.max_idle
+    connections = ConnectionPool(
+        clock,
+        host,
+        parts.port or (443 if secure else 80),
+        tls,
+        idle_seconds=config.pool.idle_seconds,
+        max_idle=max_idle,
+    )
+    spec = BackendSpec(
+        name=backend.name,
+        url=backend.url,
+        host_header=parts.netloc.encode(),
+        path_prefix=parts.path.rstrip("/").encode(),
+        model=backend.model,
+        key=backend.key.reveal() if backend.key is not None else None,
+        reference=backend.quality.reference,
+        kl_bits=0.0 if backend.quality.reference else backend.quality.kl_bits,
+        window_tokens=backend.limits.window_tokens,
+        max_in_flight=backend.limits.max_in_flight,
+        kv_tokens=backend.limits.kv_tokens,
+        stream_usage=backend.stream_usage,
+    )
+    return Backend(spec, connections)
+
+
+async def _serve(config: Config) -> int:
+    app = App(config)
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sign, stop.set)
+    await app.start()
+    # What start-up made lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
+    where = f"http://{config.server.host}:{app.port}"
+    log.info("serving %s on %s", ", ".join(config.routes), where)
+    if config.admin.enabled:
+        log.info("admin on http://%s:%d", config.admin.host, app.admin_port)
+    await stop.wait()
+    log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
+    await app.drain()
+    await app.close()
+    log.info("stopped")
+    return 0
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code; raises OSError when an address cannot be had."""
+    with asyncio.Runner(loop_factory=_loop_factory(config.server.uvloop)) as runner:
+        return runner.run(_serve(config))
+
+
+def _loop_factory(choice: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if choice == "off":
+        return None
+    try:
+        import uvloop
+    except ImportError:
+        if choice == "on":
+            raise
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,74 @@
+"""An attempt at a backend, as values: what it is told before it starts, and how it can end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from proxy.errors import Outcome
+from proxy.upstream import Headers
+from proxy.wire.errors import Api
+
+
+class FaultKind(Enum):
+    """What broke an attempt; `policies.retry` and the handler map it."""
+
+    STALE = auto()  # a reused connection died before any byte came
+    CUT = auto()
+    EMPTY = auto()  # 200 and an event stream without an event
+    ERROR_EVENT = auto()
+    ABORTED = auto()  # finish_reason "abort"
+    MALFORMED = auto()
+    TIMEOUT = auto()
+    CLIENT_IDLE = auto()
+    SHUTDOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: FaultKind
+    outcome: Outcome
+    message: str
+    payload: object = None
+    """The decoded error event, if one came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer, not sent yet."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How an attempt ended. `reply`: to be sent. `fault`: to be told or retried. Neither: sent, and whole."""
+
+    reply: Reply | None = None
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. `first`: dispatch → first event. `gap`: between reads. `total`: accept → end. `client_idle`: no
+    reading by the client. `keepalive_after`/`interval`: of silence, before and between SSE comments (0: never)."""
+
+    first: float
+    gap: float
+    total: float
+    client_idle: float
+    keepalive_after: float
+    keepalive_interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the handler knows before the answer: which shape to read, what to hide or rename."""
+
+    api: Api
+    stream: bool
+    hide_usage: bool
+    model_swap: tuple[bytes, bytes] | None
+    limits: Limits
