@@ -19,7 +19,6 @@ from aiohttp import web
 
 from policies import Router
 from proxy.access import KeyRing
-from proxy.admin import admin_app
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
 from proxy.config import Backend as BackendConfig
@@ -66,7 +65,7 @@ class App:
             retry=config.policy.retry,
             pool=self.pool,
             timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
-            keys=KeyRing([(key.name, key.digest) for key in config.server.keys]),
+            keys=KeyRing((key.name, key.digest or "") for key in config.server.keys),
             public_paths=frozenset(config.server.public_paths),
             body_timeout=config.server.body_timeout,
             cors=Cors(config.server.cors_origins),
@@ -76,7 +75,7 @@ class App:
             recorder=self.recorder,
         )
         self.health = HealthPoller(config, self.clock, self.pool)
-        self._runners: list[web.BaseRunner[web.Server]] = []
+        self._runners: list[web.BaseRunner] = []
         self._sites: list[web.TCPSite] = []
         self.port = 0
         self.admin_port = 0
@@ -96,6 +95,8 @@ class App:
                 config.server.port,
             )
             if config.admin.enabled:
+                from proxy.admin import admin_app
+
                 runner = web.AppRunner(
                     admin_app(config, self.pool, self.metrics),
                     access_log=None,
@@ -108,7 +109,7 @@ class App:
             raise
         self.health.start()
 
-    async def _listen(self, runner: web.BaseRunner[web.Server], host: str, port: int) -> int:
+    async def _listen(self, runner: web.BaseRunner, host: str, port: int) -> int:
         await runner.setup()
         self._runners.append(runner)
         site = web.TCPSite(runner, host, port, backlog=self.config.server.backlog)

@@ -8,18 +8,228 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from policies import PromptSizes, RequestFacts, TokenRatio, estimate_prompt
-from proxy.config import Config, ModelRoute
-from proxy.endpoints import RESPONSES_PREFIX, Endpoint
+from policies import PromptSizes, RequestFacts, Tier, estimate_prompt
+from policies.types import ContextEstimate
+from proxy.attempt import Limits, Plan
+from proxy.config import Config, ModelRoute, Timeouts
+from proxy.endpoints import RESPONSES_PREFIX, Body, Endpoint
 from proxy.errors import Outcome, ProxyError
 from proxy.local import unknown_model
 from proxy.owners import Owners
 from proxy.pool import Backend
 from proxy.record import Record
-from proxy.relay import Limits, Plan
+from proxy.wire.body import BodyError
 from proxy.wire.errors import Api
+from proxy.wire.multipart import Form, read_form
+from proxy.wire.request import RequestBody, read_request
+from proxy.wire.splice import Edit, apply, default, override
+
+SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-session-id")
+"""Where clients and agents say which conversation a request belongs to; the first one found counts."""
+
+_INCLUDE_USAGE = override("stream_options.include_usage", True)
+_STREAM_USAGE = frozenset({Api.CHAT, Api.COMPLETIONS})
+_NOTHING = ContextEstimate(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """A request as routing and relay need it. body: its parsed spans; None when it has none. pinned: the backend
+    that holds what the request refers to."""
+
+    facts: RequestFacts
+    route: ModelRoute
+    raw: bytes
+    body: RequestBody | Form | None
+    pinned: str | None
+
+
+class Classifier:
+    def __init__(self, config: Config, owners: Owners) -> None:
+        self._config = config
+        self._owners = owners
+        self._edits = {name: _route_edits(route) for name, route in config.routes.items()}
+        targets = [name for name, model in config.models.items() if model.alias_of is None]
+        self._only = targets[0] if len(targets) == 1 else None
+        windows = [b.limits.window_tokens for b in config.backends]
+        self._count_words_from = min((w for w in windows if w), default=2048)
+
+    def classify(
+        self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record
+    ) -> Classified:
+        """Raises ProxyError (400, 404) for what the gateway has to understand and cannot."""
+        if endpoint.body is Body.NONE:
+            return self._stored_response(endpoint, request, raw, record)
+        body: RequestBody | Form
+        try:
+            if endpoint.body is Body.FORM:
+                body = read_form(request.headers.get("content-type", ""), raw)
+                model, record.stream = body.get_str("model"), body.get_bool("stream")
+            else:
+                body = read_request(endpoint.api, raw)
+                model, record.stream = body.model, body.stream
+        except BodyError as error:
+            raise bad_field(error) from None
+        route = self._route(model)
+        record.model, record.target = route.name, route.target
+        tier = self._tier(request, route, record)
+        prompt, output = _NOTHING, 0
+        session = next((v for name in SESSION_HEADERS if (v := request.headers.get(name))), None)
+        pinned = None
+        if isinstance(body, RequestBody):
+            record.tools = body.tools
+            session = session or body.session
+            prompt = self._estimate(body)
+            if endpoint.generates:
+                output = body.max_output_tokens or self._config.policy.output_reserve_tokens
+            if body.previous_response_id is not None:
+                pinned = self._owner(body.previous_response_id, route)
+        if session is not None:
+            record.session_hash = hashlib.blake2b(session.encode("utf-8", "replace"), digest_size=6).hexdigest()
+        record.prompt_tokens_estimate = prompt.tokens
+        record.prompt_tokens_low, record.prompt_tokens_high = prompt.low, prompt.high
+        facts = RequestFacts(route.name, tier, prompt, output, session, record.tools, record.stream)
+        return Classified(facts, route, raw, body, pinned)
+
+    def prepare(
+        self, endpoint: Endpoint, asked: Classified, backend: Backend, timeouts: Timeouts
+    ) -> tuple[bytes, Plan]:
+        """The body for this backend, and how to read its answer."""
+        served = backend.served_model or asked.route.target
+        body, raw = asked.body, asked.raw
+        hide_usage = False
+        if isinstance(body, Form):
+            raw = body.replace("model", served) if body.get_str("model") != served else raw
+        elif body is not None:
+            edits: list[Edit] = list(self._edits[asked.route.name])
+            if body.model != served:
+                edits.append(override(("model",), served))
+            usage = body.stream and endpoint.api in _STREAM_USAGE and not body.include_usage
+            if usage and backend.spec.stream_usage:
+                edits.append(_INCLUDE_USAGE)
+                hide_usage = True
+            if edits:
+                try:
+                    raw = apply(body.scan, edits)
+                except BodyError as error:
+                    raise bad_field(error) from None
+        first = timeouts.first_token + timeouts.first_token_per_1k_tokens * asked.facts.prompt.tokens / 1000
+        limits = Limits(
+            first,
+            timeouts.gap,
+            timeouts.total,
+            timeouts.client_idle,
+            timeouts.keepalive_after,
+            timeouts.keepalive_interval,
+        )
+        return raw, Plan(endpoint.api, asked.facts.stream, hide_usage, self.model_swap(asked, backend), limits)
+
+    def model_swap(self, asked: Classified, backend: Backend) -> tuple[bytes, bytes] | None:
+        """(the backend's name, the public one) where answers shall carry the public one."""
+        served = backend.served_model or asked.route.target
+        if asked.route.response_model != "public" or served == asked.route.name:
+            return None
+        return served.encode(), asked.route.name.encode()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _stored_response(
+        self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record
+    ) -> Classified:
+        """GET, DELETE or cancel of a stored response: only its maker knows it."""
+        ident = endpoint.path.removeprefix(RESPONSES_PREFIX).partition("/")[0]
+        owner = self._owners.find(ident)
+        for route in self._config.routes.values():
+            if owner is not None and owner not in route.backends:
+                continue
+            if owner is None and len(route.backends) > 1:
+                continue
+            record.model, record.target = route.name, route.target
+            tier = Tier(route.tier)  # what was answered once may be read at any tier
+            facts = RequestFacts(route.name, tier, _NOTHING, 0, stream="stream=true" in request.query_string)
+            record.stream = facts.stream
+            return Classified(facts, route, raw, None, owner)
+        message = f"Response with id '{ident[:100]}' not found."
+        raise ProxyError(Outcome.BAD_REQUEST, 404, message, code="response_not_found", param="response_id")
+
+    def _owner(self, ident: str, route: ModelRoute) -> str | None:
+        owner = self._owners.find(ident)
+        if owner is not None and owner in route.backends:
+            return owner
+        if len(route.backends) == 1:
+            return None
+        message = f"Previous response with id '{ident[:100]}' not found."
+        raise ProxyError(
+            Outcome.BAD_REQUEST, 404, message, code="previous_response_not_found", param="previous_response_id"
+        )
+
+    def _route(self, model: str | None) -> ModelRoute:
+        name = model if model is not None else self._only
+        if name is None:
+            have = ", ".join(self._config.models)
+            message = f"You must provide a model; this gateway serves: {have}."
+            raise ProxyError(Outcome.BAD_REQUEST, 400, message, code="missing_required_parameter", param="model")
+        route = self._config.resolve(name)
+        if route is None:
+            raise unknown_model(name)
+        return route
+
+    def _tier(self, request: web.BaseRequest, route: ModelRoute, record: Record) -> Tier:
+        asked = request.headers.get("x-quality-tier")
+        name = asked.strip().lower() if asked is not None else route.tier
+        tier = self._config.tier(name)
+        if tier is None:
+            have = ", ".join(self._config.tiers)
+            message = f"Unknown quality tier '{name[:100]}'; this gateway knows: {have}."
+            raise ProxyError(Outcome.BAD_REQUEST, 400, message, code="unknown_tier", param="x-quality-tier")
+        record.tier_asked = record.tier = name
+        return tier
+
+    def _estimate(self, body: RequestBody) -> ContextEstimate:
+        """Words are counted only where they could matter: they bound a long prompt from below."""
+        ratio = self._config.policy.tokens
+        estimate = estimate_prompt(_prompt_sizes(body, None), ratio)
+        if estimate.tokens >= self._count_words_from:
+            estimate = estimate_prompt(_prompt_sizes(body, body.words()), ratio)
+        # A prompt that the server may cut is never too long.
+        return replace(estimate, low=0) if body.sizes.truncates else estimate
+
+
+def _prompt_sizes(body: RequestBody, words: int | None) -> PromptSizes:
+    sizes = body.sizes
+    return PromptSizes(
+        sizes.text_bytes,
+        sizes.messages,
+        sizes.tools_bytes,
+        sizes.images,
+        sizes.media_bytes,
+        words,
+        sizes.sequences,
+    )
+
+
+def _route_edits(route: ModelRoute) -> tuple[Edit, ...]:
+    """What an alias puts into a request: leaves, so that a table changes only the keys it names."""
+    return tuple(
+        make(path, value)
+        for make, table in ((default, route.defaults), (override, route.overrides))
+        for path, value in _leaves(table)
+    )
+
+
+def _leaves(table: Mapping[str, object]) -> list[tuple[tuple[str, ...], object]]:
+    out: list[tuple[tuple[str, ...], object]] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            out += [((key, *path), leaf) for path, leaf in _leaves(value)]
+        else:
+            out.append(((key,), value))
+    return out
+
+
+def bad_field(error: BodyError) -> ProxyError:
+    return ProxyError(Outcome.BAD_REQUEST, 400, error.message, code="invalid_request_body", param=error.param)

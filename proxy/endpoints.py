@@ -6,18 +6,24 @@ A path that is not here is an OpenAI-shaped 404. `relayed` paths go to a backend
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from proxy.wire.errors import Api
 
 
+class Body(Enum):
+    JSON = auto()
+    FORM = auto()  # multipart
+    NONE = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """api: shape of errors and streams. body: "json" or "form" (multipart). generates: output tokens count against
-    the window; its context is estimated from prompt and messages."""
+    """api: shape of errors and streams. generates: output tokens count against the window."""
 
     path: str
     api: Api
-    body: str = "json"
+    body: Body = Body.JSON
     generates: bool = False
 
 
@@ -44,8 +50,8 @@ RELAYED: dict[str, Endpoint] = {
         Endpoint("/v1/messages", Api.MESSAGES, generates=True),
         Endpoint("/v1/messages/count_tokens", Api.MESSAGES),
         *(Endpoint(path, Api.OTHER) for path in _JSON),
-        Endpoint("/v1/audio/transcriptions", Api.OTHER, body="form"),
-        Endpoint("/v1/audio/translations", Api.OTHER, body="form"),
+        Endpoint("/v1/audio/transcriptions", Api.OTHER, body=Body.FORM),
+        Endpoint("/v1/audio/translations", Api.OTHER, body=Body.FORM),
     )
 }
 

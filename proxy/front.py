@@ -168,9 +168,9 @@ class Answer(web.StreamResponse):
         if self._transport is not None:
             self._transport.write(head)
         if first:
-            self.write(first)
+            self.push(first)
 
-    def write(self, data: bytes) -> None:
+    def push(self, data: bytes) -> None:
         """Send a piece of the body. Empty pieces are nothing (an empty chunk would end the body)."""
         if not data:
             return

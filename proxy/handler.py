@@ -24,7 +24,7 @@ from proxy.attempt import Fault, FaultKind, Limits, Plan, Reply, Result
 from proxy.classify import Classified, Classifier
 from proxy.clock import Clock
 from proxy.config import Timeouts
-from proxy.endpoints import RELAYED, RESPONSES_PREFIX, Endpoint, api_of
+from proxy.endpoints import RELAYED, RESPONSES_PREFIX, Body, Endpoint, api_of
 from proxy.errors import Outcome, ProxyError
 from proxy.front import Answer, send_continue
 from proxy.headers import Cors, error_headers, request_head, request_id, response_headers
@@ -38,6 +38,7 @@ from proxy.relay import Relay
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.wire.answers import read_answer
 from proxy.wire.errors import Api, ErrorInfo, is_context_overflow, render_body, render_event
+from proxy.wire.streams import swap_model
 
 log = logging.getLogger("tierline.request")
 
@@ -188,7 +189,7 @@ class Exchange:
     def find_endpoint(self) -> Endpoint:
         method = self._request.method
         if self.path.startswith(RESPONSES_PREFIX) and method in ("GET", "DELETE", "POST"):
-            return Endpoint(self.path, Api.RESPONSES, body="none")
+            return Endpoint(self.path, Api.RESPONSES, body=Body.NONE)
         endpoint = RELAYED.get(self.path)
         if endpoint is None:
             raise ProxyError(
@@ -281,7 +282,7 @@ class Exchange:
                     connection = await backend.connections.connect()
             except (OSError, TimeoutError) as exc:
                 return unreachable(backend.name, exc), Failure.CONNECT
-        body, plan = gateway.classifier.prepare(endpoint, asked, backend, self._limits(timeouts, asked.facts))
+        body, plan = gateway.classifier.prepare(endpoint, asked, backend, timeouts)
         request = self._request
         head = request_head(
             (request.method, request.raw_path),
@@ -330,17 +331,6 @@ class Exchange:
         """The client's own pass only where neither side has keys."""
         return not self._gateway.keys and backend.spec.key is None
 
-    def _limits(self, timeouts: Timeouts, facts: RequestFacts) -> Limits:
-        first = timeouts.first_token + timeouts.first_token_per_1k_tokens * facts.prompt.tokens / 1000
-        return Limits(
-            first,
-            timeouts.gap,
-            timeouts.total,
-            timeouts.client_idle,
-            timeouts.keepalive_after,
-            timeouts.keepalive_interval,
-        )
-
     def _reply(
         self, backend: Backend, reply: Reply, endpoint: Endpoint, asked: Classified
     ) -> tuple[ProxyError | None, Failure | None]:
@@ -365,7 +355,8 @@ class Exchange:
         if self.answer.started:  # keep-alive comments went out: the client reads an event stream
             message = f"backend {backend.name} answered without a stream"
             return ProxyError(Outcome.UPSTREAM_MALFORMED, 502, message, type="server_error"), None
-        body = self._gateway.classifier.public_body(asked, backend, reply.body)
+        swap = self._gateway.classifier.model_swap(asked, backend)
+        body = swap_model(reply.body, *swap) if swap is not None else reply.body
         self.answer.send(reply.status, self._client_headers(reply.status, reply.headers), body)
         self.end(Outcome.OK, None)
         return None, None

@@ -72,7 +72,7 @@ def response_headers(upstream: Headers, ours: Headers) -> Headers:
     return end_to_end(upstream, _RESPONSE_DROP) + ours
 
 
-def error_headers(upstream: Headers, ours: Headers) -> Headers:
+def error_headers(upstream: Sequence[tuple[bytes, bytes]], ours: Headers) -> Headers:
     """The same for an error whose body is written anew: what describes the old body goes, Retry-After stays."""
     return end_to_end(upstream, _ERROR_DROP) + ours
 

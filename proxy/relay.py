@@ -186,7 +186,7 @@ class Relay:
             if out:
                 answer = self._answer
                 if self.events_sent:
-                    answer.write(out)
+                    answer.push(out)
                 elif not reader.events:
                     self._buffer.append(out)  # comments before the first event commit nothing
                 else:
@@ -214,7 +214,7 @@ class Relay:
         else:
             if not self.events_sent:
                 self._pipe()
-            self._answer.write(piece)
+            self._answer.push(piece)
 
     def end(self) -> None:
         now = self._now()
@@ -265,7 +265,7 @@ class Relay:
         self.events_sent = True
         self._buffer.clear()
         if self._answer.started:  # a keep-alive comment went first
-            self._answer.write(first)
+            self._answer.push(first)
         else:
             self._answer.start(200, self._headers_for(200, self._headers), None, first)
 
@@ -380,7 +380,7 @@ class Relay:
                 headers = [*headers, (b"content-type", b"text/event-stream; charset=utf-8")]
             self._answer.start(200, headers, None, KEEPALIVE)
         else:
-            self._answer.write(KEEPALIVE)
+            self._answer.push(KEEPALIVE)
         self._last_sent_at = self._now()
 
     def _total_exceeded(self) -> None:

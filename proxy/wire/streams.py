@@ -190,7 +190,7 @@ class ChatStream(StreamReader):
     """`/v1/chat/completions`: choices[].delta, a finish_reason a choice, usage alone at the end, [DONE]."""
 
     __slots__ = ("_hide_usage", "finish")
-    leaf_keys = (b"content", b"reasoning", b"reasoning_content", b"arguments")
+    leaf_keys: tuple[bytes, ...] = (b"content", b"reasoning", b"reasoning_content", b"arguments")
 
     def __init__(self, model_swap: tuple[bytes, bytes] | None = None, *, hide_usage: bool = False) -> None:
         """hide_usage: the usage event was asked for by the gateway, not by the client."""

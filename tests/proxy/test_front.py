@@ -54,7 +54,7 @@ async def ours_stream(request: web.BaseRequest) -> web.StreamResponse:
     answer = Answer(request)
     answer.start(200, [(b"content-type", b"text/event-stream")], None, EVENTS[0])
     for event in EVENTS[1:-1]:
-        answer.write(event)
+        answer.push(event)
     answer.finish(EVENTS[-1])
     return answer
 
@@ -100,7 +100,9 @@ class Parsed:
         self.complete += 1
 
 
-async def talk(port: int, data: bytes, responses: int, tls: ssl.SSLContext | None = None) -> tuple[Parsed, bool]:
+async def talk(
+    port: int, data: bytes, responses: int, tls: ssl.SSLContext | None = None
+) -> tuple[Parsed, bool]:
     """Send bytes, read until `responses` are complete or the server closes. Returns (parsed, closed by server)."""
     reader, writer = await asyncio.open_connection(
         "127.0.0.1", port, ssl=tls, server_hostname="localhost" if tls else None
@@ -151,7 +153,9 @@ async def test_status_body_and_persistence_are_those_of_aiohttp(
                     writer.write(post(version, "connection: close"))
                     persists = bool(await reader.read(65536))
             writer.close()
-            framing = [name for name in ("content-length", "transfer-encoding") if name in response["headers"]]
+            framing = [
+                name for name in ("content-length", "transfer-encoding") if name in response["headers"]
+            ]
             seen.append((response["status"], response["body"], framing, persists))
     assert seen[0] == seen[1]
     assert seen[1][1] == body
@@ -237,7 +241,7 @@ async def test_a_client_that_stops_reading_is_told_and_resumes_without_loss() ->
         answer.watch(paused.set, resumed.set)
         answer.start(200, [], None)
         while not answer.paused:
-            answer.write(piece)
+            answer.push(piece)
             pieces += 1
         await resumed.wait()
         answer.finish(b"end")
@@ -279,7 +283,9 @@ async def test_a_client_that_resets_cancels_the_handler() -> None:
             await cancelled.wait()
 
 
-@pytest.mark.parametrize("data", [b"GARBAGE\r\n\r\n", b"POST / HTTP/1.1\r\nhost: t\r\ncontent-length: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "data", [b"GARBAGE\r\n\r\n", b"POST / HTTP/1.1\r\nhost: t\r\ncontent-length: x\r\n\r\n"]
+)
 async def test_what_is_not_http_gets_an_error_in_the_apis_shape(data: bytes) -> None:
     async with serving(ours_whole) as port:
         parsed, _ = await talk(port, data, 1)
