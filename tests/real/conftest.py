@@ -13,9 +13,15 @@ from typing import Protocol, TypeVar
 
 import pytest
 
-from tests.real.llama import LlamaServer, Unavailable
+from tests.real.llama import LlamaServer
+from tests.real.server import RealServer, Unavailable
+from tests.real.vllm_cpu import VllmServer
 
-Server = TypeVar("Server", bound=LlamaServer)
+Server = TypeVar("Server", bound=RealServer)
+
+
+class StartVllm(Protocol):
+    def __call__(self, **options: object) -> VllmServer: ...
 
 
 class StartLlama(Protocol):
@@ -27,6 +33,24 @@ def llama() -> Iterator[LlamaServer]:
     """One llama-server for the whole run: 4 slots of 4096 tokens, model `tiny`, no key."""
     with ExitStack() as stack:
         yield start_or_give_up(stack, LlamaServer())
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[VllmServer]:
+    """One vLLM for the whole run: parsers on, window of 4096 tokens, 4 requests at once, model `tiny`, no key."""
+    with ExitStack() as stack:
+        yield start_or_give_up(stack, VllmServer())
+
+
+@pytest.fixture
+def start_vllm() -> Iterator[StartVllm]:
+    """Starts vLLMs of one's own (VllmServer's options), ended with the test. Each takes most of a minute."""
+    with ExitStack() as stack:
+
+        def start(**options: object) -> VllmServer:
+            return start_or_give_up(stack, VllmServer(**options))  # type: ignore[arg-type]
+
+        yield start
 
 
 @pytest.fixture

