@@ -21,13 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from proxy.config import Backend, Config, effective, serving
+from proxy.wire.errors import read_error, read_event_error
+from proxy.wire.promtext import EngineMetrics, read_metrics
 
 LONGEST_ANSWER = 1024 * 1024
 LONGEST_QUOTE = 160
-
-# Names that routing reads, by what they tell; one of each kind is enough.
-LOAD_METRICS = ("vllm:num_requests_running", "llamacpp:requests_processing")
-CACHE_METRICS = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "llamacpp:kv_cache_usage_ratio")
 
 
 # -- what is in force ----------------------------------------------------------------------------------------
@@ -42,11 +40,12 @@ def print_config(config: Config) -> None:
 def toml_lines(table: Mapping[str, object], path: str = "", header: str = "") -> Iterator[str]:
     """A table as TOML. What has no value is a comment, since TOML has no null."""
     plain = {key: value for key, value in table.items() if not _is_table(value) and not _is_tables(value)}
-    if header and plain:
+    counts = header.startswith("[[")  # an empty table says nothing, but in an array it is one of them
+    if header and (plain or counts):
         yield header
     for key, value in plain.items():
         yield f"# {_key(key)} is not set" if value is None else f"{_key(key)} = {_inline(value)}"
-    if plain:
+    if plain or counts:
         yield ""
     for key, value in table.items():
         inner = f"{path}.{_key(key)}" if path else _key(key)
@@ -74,7 +73,9 @@ def _inline(value: object) -> str:
         return "[" + ", ".join(_inline(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + " }"
-    # TOML's basic strings, numbers and booleans are JSON's, but for DEL, which JSON leaves bare.
+    if isinstance(value, float):
+        return repr(value)  # TOML writes inf and nan as Python does, JSON does not
+    # TOML's basic strings, whole numbers and booleans are JSON's, but for DEL, which JSON leaves bare.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -133,9 +134,12 @@ class Answer:
 
     def quote(self) -> str:
         """The server's own words, made fit to print."""
-        text = _error_message(_json(self.body)) or self.body.decode("utf-8", "replace")
-        words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-        return words if len(words) <= LONGEST_QUOTE else words[: LONGEST_QUOTE - 1] + "…"
+        return printable(read_error(self.status, self.kind, self.body).message)
+
+
+def printable(text: str) -> str:
+    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return words if len(words) <= LONGEST_QUOTE else words[: LONGEST_QUOTE - 1] + "…"
 
 
 class Unreachable(Exception):
@@ -261,20 +265,16 @@ class Probe:
     async def _metrics(self) -> None:
         path = self.backend.metrics_path
         answer = await self._ask("GET", path)
-        blind = "its load is judged by our own requests alone"
-        if answer.status != 200:
-            fix = "llama-server wants --metrics" if answer.status == 501 else ""
-            self._tell("metrics", Verdict.NOTE, f"{path} answers {answer.status}: {blind}", fix)
+        load = read_metrics(answer.body) if answer.status == 200 else EngineMetrics()
+        if load.running is None:
+            why = f"answers {answer.status}" if answer.status != 200 else "tells nothing of running requests"
+            fix = "start llama-server with --metrics" if answer.status == 501 else ""
+            detail = f"{path} {why}: load is judged by our own requests alone"
+            self._tell("metrics", Verdict.NOTE, detail, fix)
             return
-        names = {
-            line.partition(b"{")[0].partition(b" ")[0].decode("ascii", "replace")
-            for line in answer.body.split(b"\n")
-        }
-        found = [name for name in (*LOAD_METRICS, *CACHE_METRICS) if name in names]
-        if any(name in LOAD_METRICS for name in found):
-            self._tell("metrics", Verdict.OK, ", ".join(found))
-        else:
-            self._tell("metrics", Verdict.NOTE, f"{path} has none of {', '.join(LOAD_METRICS)}: {blind}")
+        numbers = {"running": load.running, "waiting": load.waiting, "KV tokens": load.kv_tokens}
+        known = ", ".join(f"{name} {value}" for name, value in numbers.items() if value is not None)
+        self._tell("metrics", Verdict.OK, known)
 
     async def _usage(self, model: str) -> None:
         """One token, streamed, with usage asked for."""
@@ -287,15 +287,17 @@ class Probe:
         }
         answer = await self._ask("POST", "/v1/chat/completions", json.dumps(request).encode())
         if answer.status != 200 or answer.kind != "text/event-stream":
-            detail = f"/v1/chat/completions answers {answer.status} {answer.kind}: {answer.quote()}"
+            detail = (
+                f"/v1/chat/completions answers {answer.status} {printable(answer.kind)}: {answer.quote()}"
+            )
             self._tell(
                 "stream", Verdict.PROBLEM, detail, "the server refuses a plain chat request: see its log"
             )
             return
         events = list(_events(answer.body))
-        error = next((message for message in map(_error_message, events) if message), None)
+        error = next((found for found in map(read_event_error, events) if found), None)
         if error is not None or not events:
-            detail = f"the stream says: {error}" if error else "the stream is empty"
+            detail = f"the stream says: {printable(error.message)}" if error else "the stream is empty"
             self._tell(
                 "stream", Verdict.PROBLEM, detail, "the server fails on a plain chat request: see its log"
             )
@@ -345,14 +347,6 @@ def _json(body: bytes) -> object:
         return json.loads(body)
     except (ValueError, RecursionError):
         return None
-
-
-def _error_message(answer: object) -> str | None:
-    """The message of `{"error": …}` in any server's dialect."""
-    error = answer.get("error") if isinstance(answer, dict) else None
-    if isinstance(error, dict):
-        return str(error.get("message") or error)
-    return str(error) if error else None
 
 
 def _models(body: bytes) -> dict[str, int | None]:

@@ -24,6 +24,7 @@ EXPECTATIONS: Mapping[str, str] = {
     "bool_type": "expected true or false",
     "int_type": "expected a whole number",
     "float_type": "expected a number",
+    "finite_number": "expected a finite number",
     "string_type": "expected a string",
     "tuple_type": "expected an array",
     "dict_type": "expected a table",

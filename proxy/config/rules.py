@@ -216,7 +216,7 @@ def key_twins(config: Config) -> Iterator[str]:
         for first, other in enumerate(config.server.keys[:index]):
             if other.name == key.name:
                 yield f'server.keys[{index}].name: "{key.name}" is already the name of server.keys[{first}]'
-            if other.digest is not None and other.digest == key.digest:
+            if key.digest and other.digest == key.digest:
                 yield f"server.keys[{index}]: the same key as server.keys[{first}], but another tenant"
 
 

@@ -57,9 +57,9 @@ class ApiKey(Section):
     sha256: Digest | None = None
 
     @property
-    def digest(self) -> str | None:
-        """sha256 of the key, hex; a loaded configuration has one for every key."""
-        return self.key.digest if self.key is not None else self.sha256
+    def digest(self) -> str:
+        """sha256 of the key, hex. A loaded configuration has one for every key (rule `key_forms`)."""
+        return self.key.digest if self.key is not None else self.sha256 or ""
 
 
 class Server(Section):

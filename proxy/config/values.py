@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def expected(what: str) -> PydanticCustomError:
@@ -253,6 +253,9 @@ def parameters(cls: type) -> GetPydanticSchema:
     table = create_model(cls.__name__, __config__=STRICT, **fields)
 
     def schema(_: object, handler: Callable[[object], core_schema.CoreSchema]) -> core_schema.CoreSchema:
-        return core_schema.no_info_after_validator_function(lambda read: cls(**dict(read)), handler(table))
+        as_table = core_schema.plain_serializer_function_ser_schema(dataclasses.asdict)
+        return core_schema.no_info_after_validator_function(
+            lambda read: cls(**dict(read)), handler(table), serialization=as_table
+        )
 
     return GetPydanticSchema(schema)
