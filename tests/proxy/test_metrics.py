@@ -1,0 +1,306 @@
+"""What Prometheus sees: names are a contract (golden file), labels are bounded, numbers are the record's."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from policies.types import ChooseReason, Decision, Drop, DropReason
+from proxy.config import loads
+from proxy.errors import Outcome
+from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Metrics
+from proxy.record import Record, Recorder, measures
+from proxy.wire.timing import GAP_BUCKETS
+from tests.fake_clock import FakeClock
+
+GOLDEN = Path(__file__).parent / "golden" / "metrics.txt"
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+CONFIG = loads(
+    """
+[[backends]]
+name = "fp8"
+url = "http://127.0.0.1:8001"
+quality.kl_bits = 0.0055
+[[backends]]
+name = "bf16"
+url = "http://127.0.0.1:8002"
+quality.reference = true
+[models.qwen]
+aliases = ["qwen-thinking"]
+"""
+)
+SNAPSHOT: list[dict[str, object]] = [
+    {"name": "fp8", "state": "healthy", "in_flight": 3, "in_flight_tokens": 900, "running": 3, "waiting": 0,
+     "kv_usage": 0.25, "polled_age_seconds": 0.5, "window_tokens": 4096},
+    {"name": "bf16", "state": "ejected", "in_flight": 0, "in_flight_tokens": 0, "running": None, "waiting": None,
+     "kv_usage": None, "polled_age_seconds": None, "window_tokens": None},
+]  # fmt: skip
+
+
+def made() -> Metrics:
+    return Metrics(CONFIG, lambda: SNAPSHOT, Recorder(FakeClock(), None))
+
+
+def streamed(outcome: Outcome = Outcome.OK, **changes: object) -> Record:
+    """A stream: 0.1 s queued, dispatched at 0.101 s, deltas at 0.5, 0.51, 0.55 s, the end at 0.56 s."""
+    record = Record("r", "chat", "/v1/chat/completions", 1000.0, 0.0)
+    record.model, record.tier, record.backend, record.reason = "qwen", "fast", "fp8", "least_load"
+    record.stream, record.attempts, record.outcome = True, 1, outcome
+    record.body_read_at, record.admitted_at, record.dispatched_at = 1000.0, 1000.1, 1000.101
+    record.first_delta_at, record.last_delta_at = 1000.5, 1000.55
+    record.gaps.add(0.01)
+    record.gaps.add(0.04)
+    record.last_upstream_at, record.finished_at = 1000.559, 1000.56
+    record.prompt_tokens, record.completion_tokens, record.cached_tokens = 100, 11, 64
+    for name, value in changes.items():
+        setattr(record, name, value)
+    return record
+
+
+def observed(*records: Record) -> Metrics:
+    metrics = made()
+    for record in records:
+        metrics.observe(record, measures(record))
+    return metrics
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = metrics.render()[0].decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+ROUTE = {"model": "qwen", "tier": "fast", "backend": "fp8"}
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+def everything() -> Metrics:
+    """At least one sample of every metric."""
+    metrics = observed(streamed(), streamed(Outcome.CANCELLED))
+    metrics.decided(Decision("fp8", ChooseReason.LEAST_LOAD, (Drop("bf16", DropReason.UNHEALTHY),)))
+    return metrics
+
+
+def surface(metrics: Metrics) -> str:
+    """One line a metric: name, type, labels."""
+    lines = []
+    for family in text_string_to_metric_families(metrics.render()[0].decode()):
+        if not family.name.startswith("tierline_"):
+            continue
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        name = family.name + ("_total" if family.type == "counter" else "")
+        lines.append(f"{name} {family.type} {','.join(labels) or '-'}")
+    return "\n".join(sorted(lines)) + "\n"
+
+
+def test_names_types_and_labels_are_the_golden_ones():
+    """A change here breaks somebody's dashboard: change the golden file, the docs and the changelog with it."""
+    assert surface(everything()) == GOLDEN.read_text()
+
+
+def test_every_metric_is_in_the_documentation_with_its_type_and_labels():
+    text = DOCS.read_text()
+    for line in GOLDEN.read_text().splitlines():
+        name, kind, labels = line.split()
+        section = re.search(rf"^### `{name}`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert section, name
+        head = section[1].strip().splitlines()[0]
+        assert kind in head, name
+        for label in labels.split(","):
+            assert label == "-" or f"`{label}`" in head, f"{name}: {label}"
+        assert "**Do:**" in section[1], name
+    documented = set(re.findall(r"^### `(tierline_\w+)`", text, re.MULTILINE))
+    assert documented == {line.split()[0] for line in GOLDEN.read_text().splitlines()}
+
+
+def test_every_label_value_of_an_enum_is_in_the_documentation():
+    text = DOCS.read_text()
+    for label, values in LABEL_VALUES.items():
+        for member in values if isinstance(values, tuple) else [v.value for v in values]:
+            assert f"`{member}`" in text, f"{label}: {member}"
+
+
+def test_the_help_says_that_inter_token_latency_is_the_chunk_gap():
+    assert b"# HELP tierline_inter_token_latency_seconds Chunk gap:" in everything().render()[0]
+
+
+def test_a_stream_is_counted_in_every_histogram_once():
+    metrics = observed(streamed())
+    for histogram in HISTOGRAMS:
+        expected = 2 if histogram.slot == "gap" else 1
+        assert value(metrics, f"{histogram.name}_count", **ROUTE) == expected, histogram.name
+    for stem, expected in [
+        ("time_to_first_token", 0.5),
+        ("upstream_time_to_first_token", 0.399),
+        ("inter_token_latency", 0.05),
+        ("time_per_output_token", 0.005),
+        ("e2e_request_latency", 0.56),
+        ("queue_wait", 0.1),
+    ]:
+        assert value(metrics, f"tierline_{stem}_seconds_sum", **ROUTE) == pytest.approx(expected), stem
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS, ids=lambda h: h.slot)
+def test_buckets_are_cumulative_and_end_at_the_count(histogram):
+    text = observed(streamed(), streamed()).render()[0].decode()
+    buckets = [
+        (sample.labels["le"], sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"{histogram.name}_bucket"
+    ]
+    assert [float(edge) for edge, _ in buckets] == [*histogram.edges, math.inf]
+    counts = [count for _, count in buckets]
+    assert counts == sorted(counts)
+    assert counts[-1] == (4 if histogram.slot == "gap" else 2)
+
+
+def test_chunk_gaps_land_in_exact_buckets():
+    record = streamed()
+    record.gaps = type(record.gaps)()
+    gaps = [*GAP_BUCKETS, 0.0123, 3.0, 0.0]
+    for gap in gaps:
+        record.gaps.add(gap)
+    found = samples(observed(record))
+    for edge in GAP_BUCKETS:
+        labels = tuple(sorted({**ROUTE, "le": repr(edge)}.items()))
+        exact = sum(gap <= edge for gap in gaps)
+        assert found["tierline_inter_token_latency_seconds_bucket", labels] == exact, edge
+
+
+def test_what_is_not_streamed_has_no_ttft_gap_or_tpot():
+    metrics = observed(streamed(stream=False))
+    for slot in ("time_to_first_token", "inter_token_latency", "time_per_output_token"):
+        assert value(metrics, f"tierline_{slot}_seconds_count", **ROUTE) == 0
+    assert value(metrics, "tierline_e2e_request_latency_seconds_count", **ROUTE) == 1
+
+
+def test_only_what_ended_ok_counts_as_a_latency_of_a_whole_request():
+    metrics = observed(streamed(Outcome.UPSTREAM_CUT), streamed(Outcome.CANCELLED))
+    assert value(metrics, "tierline_e2e_request_latency_seconds_count", **ROUTE) == 0
+    assert value(metrics, "tierline_overhead_seconds_count", **ROUTE) == 0
+    assert value(metrics, "tierline_time_to_first_token_seconds_count", **ROUTE) == 2
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_each_outcome_is_counted_under_its_name(outcome):
+    metrics = observed(streamed(outcome), streamed(outcome))
+    assert value(metrics, "tierline_requests_total", **ROUTE, outcome=outcome.value) == 2
+
+
+def test_tokens_are_those_reported_and_absent_ones_count_nothing():
+    metrics = observed(streamed(), streamed(prompt_tokens=None, completion_tokens=None, cached_tokens=None))
+    for kind, expected in (("prompt", 100), ("completion", 11), ("cached", 64)):
+        assert value(metrics, "tierline_tokens_total", **ROUTE, kind=kind) == expected
+
+
+def test_attempts_after_the_first_are_retries():
+    metrics = observed(streamed(attempts=3), streamed(attempts=1), streamed(attempts=0))
+    assert value(metrics, "tierline_retries_total", **ROUTE) == 2
+
+
+def test_what_a_client_made_up_never_becomes_a_label():
+    metrics = made()
+    for number in range(500):
+        record = streamed(model=f"made-up-{number}", tier=f"t{number}", backend=None)
+        metrics.observe(record, measures(record))
+    assert b"made-up" not in metrics.render()[0]
+    labels = {"model": "unknown", "tier": "unknown", "backend": "none"}
+    assert value(metrics, "tierline_requests_total", **labels, outcome="ok") == 500
+    assert len(metrics._by_route) == 0
+
+
+def test_a_request_refused_at_the_door_is_counted_without_a_route():
+    record = Record("r", "chat", "/v1/chat/completions", 1000.0, 0.0)
+    record.outcome = Outcome.UNAUTHORIZED
+    metrics = observed(record)
+    labels = {"model": "none", "tier": "none", "backend": "none"}
+    assert value(metrics, "tierline_requests_total", **labels, outcome="unauthorized") == 1
+
+
+def test_an_alias_is_counted_under_its_own_public_name():
+    metrics = observed(streamed(model="qwen-thinking"))
+    assert value(metrics, "tierline_requests_total", **{**ROUTE, "model": "qwen-thinking"}, outcome="ok") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "phase"),
+    [
+        ({"dispatched_at": None, "first_delta_at": None}, "before_dispatch"),
+        ({"first_delta_at": None}, "before_first_delta"),
+        ({}, "streaming"),
+    ],
+)
+def test_a_cancelled_request_says_how_far_it_was(changes, phase):
+    metrics = observed(streamed(Outcome.CANCELLED, **changes))
+    assert value(metrics, "tierline_cancelled_requests_total", phase=phase) == 1
+
+
+def test_decisions_and_drops_are_counted_by_reason():
+    metrics = made()
+    drops = (Drop("bf16", DropReason.UNHEALTHY),)
+    metrics.decided(Decision("fp8", ChooseReason.ONLY, drops))
+    metrics.decided(Decision(None, None, (*drops, Drop("fp8", DropReason.FULL))))
+    assert value(metrics, "tierline_decisions_total", backend="fp8", reason="only") == 1
+    assert value(metrics, "tierline_drops_total", backend="bf16", reason="unhealthy") == 2
+    assert value(metrics, "tierline_drops_total", backend="fp8", reason="full") == 1
+
+
+def test_gauges_are_what_the_snapshot_says_when_scraped_and_absent_when_unknown():
+    state = [dict(backend) for backend in SNAPSHOT]
+    metrics = Metrics(CONFIG, lambda: state, Recorder(FakeClock(), None))
+    assert value(metrics, "tierline_in_flight_requests", backend="fp8") == 3
+    state[0]["in_flight"] = 5
+    assert value(metrics, "tierline_in_flight_requests", backend="fp8") == 5
+    assert value(metrics, "tierline_backend_kv_usage_ratio", backend="fp8") == 0.25
+    assert value(metrics, "tierline_backend_kv_usage_ratio", backend="bf16") is None
+    states = {s: value(metrics, "tierline_backend_state", backend="bf16", state=s) for s in BACKEND_STATES}
+    assert states == {"healthy": 0, "draining": 0, "ejected": 1}
+
+
+def test_dropped_records_are_the_recorders_own_number():
+    recorder = Recorder(FakeClock(), None)
+    recorder.dropped = 7
+    assert value(Metrics(CONFIG, list, recorder), "tierline_records_dropped_total") == 7
+
+
+def test_the_process_is_described_too():
+    assert b"process_cpu_seconds_total" in made().render()[0]
+    assert made().render()[1].startswith("text/plain; version=0.0.4")
+
+
+def test_no_metric_has_a_created_time_of_its_own():
+    assert b"_created" not in everything().render()[0]
+
+
+def test_labels_in_the_enum_table_are_enums_or_tuples_of_names():
+    for values in LABEL_VALUES.values():
+        assert isinstance(values, tuple) or issubclass(values, StrEnum)
+
+
+def test_observing_a_request_costs_little_and_allocates_no_series():
+    metrics, record = made(), streamed()
+    for number in range(300):
+        record.gaps.add(0.005 + 0.0001 * (number % 40))
+    derived = measures(record)
+    best = math.inf
+    for _ in range(10):
+        start = time.perf_counter()
+        for _ in range(500):
+            metrics.observe(record, derived)
+        best = min(best, (time.perf_counter() - start) / 500)
+    assert best < 60e-6  # under 10 µs on an idle core
+    assert len(metrics._series) == 1
