@@ -1,0 +1,152 @@
+"""The operator's window: an aiohttp application for the admin listener.
+
+Rules: /health and /version answer anybody who reaches the listener, everything else wants the admin key when one
+is configured; a key of a client never opens it. Secrets are masked before they get here. Every change is logged
+with who asked and what changed. Errors have OpenAI's shape, like everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+import orjson
+from aiohttp import web
+
+from proxy import __version__
+from proxy.access import KeyRing
+from proxy.config import Config, effective
+from proxy.wire.errors import Api, ErrorInfo, openai_type, render_body
+
+log = logging.getLogger("tierline.admin")
+
+ADMIN_KEY_NAME = "admin"
+_OPEN = frozenset({"/health", "/version"})
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PoolAdmin(Protocol):
+    """What the pool does for an operator."""
+
+    def snapshot(self) -> Sequence[Mapping[str, object]]:
+        """One mapping a backend, the view that routing has of it."""
+        ...
+
+    def set_draining(self, name: str, draining: bool) -> None:
+        """Raises KeyError for a name that is not configured."""
+        ...
+
+
+class Exposition(Protocol):
+    def render(self) -> tuple[bytes, str]: ...
+
+
+def admin_app(config: Config, pool: PoolAdmin, metrics: Exposition) -> web.Application:
+    """The routes, with their key and their errors."""
+    key = config.admin.key
+    admin = Admin(config, pool, metrics, KeyRing([(ADMIN_KEY_NAME, key.digest)] if key is not None else []))
+    app = web.Application(middlewares=[admin.guard])
+    app.router.add_get("/health", admin.health)
+    app.router.add_get("/version", admin.version)
+    app.router.add_get("/admin/backends", admin.backends)
+    app.router.add_get("/admin/config", admin.config)
+    app.router.add_post("/admin/backends/{name}/drain", admin.drain)
+    app.router.add_post("/admin/backends/{name}/undrain", admin.undrain)
+    if config.admin.metrics_on in ("admin", "both"):
+        app.router.add_get("/metrics", admin.metrics)
+    return app
+
+
+class Admin:
+    """The handlers. Bodies are JSON, but for /metrics."""
+
+    def __init__(self, config: Config, pool: PoolAdmin, metrics: Exposition, keys: KeyRing) -> None:
+        self._config = config
+        self._pool = pool
+        self._metrics = metrics
+        self._keys = keys
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The key, and one shape for everything that goes wrong."""
+        if self._keys and request.path not in _OPEN and self._keys.identify(request.headers) is None:
+            message = "Incorrect or missing admin key: send it as `Authorization: Bearer KEY`."
+            return _error(401, message, "invalid_api_key")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            allow = error.headers.get("Allow")
+            message = f"{error.reason}: {request.method} {request.path[:200]}"
+            return _error(error.status, message, None, {"Allow": allow} if allow is not None else None)
+        except Exception:
+            log.exception("admin request %s %r failed", request.method, request.path)
+            return _error(500, "internal error", None)
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def version(self, request: web.Request) -> web.Response:
+        return _json({"version": __version__})
+
+    async def backends(self, request: web.Request) -> web.Response:
+        return _json({"backends": list(self._pool.snapshot())})
+
+    async def config(self, request: web.Request) -> web.Response:
+        return _json(effective(self._config))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._metrics.render()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        return self._set_draining(request, True)
+
+    async def undrain(self, request: web.Request) -> web.Response:
+        return self._set_draining(request, False)
+
+    def _set_draining(self, request: web.Request, draining: bool) -> web.Response:
+        name = request.match_info["name"]
+        before = self._find(name)
+        if before is None:
+            return _error(404, f"No backend is named {name[:200]!r}.", "backend_not_found", param="name")
+        self._pool.set_draining(name, draining)
+        after = self._find(name)
+        who = self._keys.identify(request.headers) or "without key"
+        log.warning(
+            "backend %s: draining %s -> %s, by %s from %s",
+            name,
+            before.get("draining"),
+            draining,
+            who,
+            request.remote,
+        )
+        return _json(after)
+
+    def _find(self, name: str) -> Mapping[str, object] | None:
+        return next((backend for backend in self._pool.snapshot() if backend["name"] == name), None)
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE),
+        status=status,
+        content_type="application/json",
+    )
+
+
+def _error(
+    status: int,
+    message: str,
+    code: str | None,
+    headers: Mapping[str, str] | None = None,
+    *,
+    param: str | None = None,
+) -> web.Response:
+    info = ErrorInfo(status, message, openai_type(status), code, param)
+    return web.Response(
+        body=render_body(Api.OTHER, info), status=status, content_type="application/json", headers=headers
+    )
