@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 from collections.abc import Mapping
 from random import Random
@@ -183,9 +184,15 @@ class Watch:
         except aiohttp.ClientConnectorCertificateError:
             return None, b"", "its certificate is not trusted"
         except aiohttp.ClientConnectorError as error:
-            return None, b"", f"cannot connect ({error.strerror or type(error).__name__})"
+            return None, b"", f"cannot connect ({_why(error.os_error)})"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return None, b"", f"no valid answer ({type(error).__name__})"
+
+
+def _why(error: OSError) -> str:
+    """The system's words; those of asyncio hold the address."""
+    number = error.errno
+    return os.strerror(number) if isinstance(number, int) and number > 0 else type(error).__name__
 
 
 def _ok(status: int | None) -> bool:
