@@ -183,7 +183,7 @@ class Probe:
     async def run(self) -> list[Finding]:
         models = await self._ask("GET", "/v1/models")
         self._tell("reachable", Verdict.OK, self.backend.url)
-        if self._key_is_good(models):
+        if not self._refused(models):
             model = self._model(models)
             await self._health()
             await self._metrics()
@@ -207,17 +207,18 @@ class Probe:
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             raise _unreachable(error) from error
 
-    def _key_is_good(self, answer: Answer) -> bool:
-        key = self.backend.key
-        if answer.status in (401, 403):
-            if key is None:
-                fix = 'set key = "env:NAME" for this backend'
-                self._tell("key", Verdict.PROBLEM, f"it wants a key ({answer.status})", fix)
-            else:
-                fix = f"put the key that the server was started with into {key.reference}"
-                self._tell("key", Verdict.PROBLEM, f"it refuses ours ({answer.status})", fix)
+    def _refused(self, answer: Answer) -> bool:
+        """Whether the key is wrong or missing; told if so. Only a chat request proves that it is right: some servers
+        list their models to anyone."""
+        if answer.status not in (401, 403):
             return False
-        self._tell("key", Verdict.OK, "none is wanted" if key is None else "accepted")
+        key = self.backend.key
+        if key is None:
+            fix = 'set key = "env:NAME" for this backend'
+            self._tell("key", Verdict.PROBLEM, f"it wants a key ({answer.status})", fix)
+        else:
+            fix = f"put the key that the server was started with into {key.reference}"
+            self._tell("key", Verdict.PROBLEM, f"it refuses ours ({answer.status})", fix)
         return True
 
     def _model(self, answer: Answer) -> str | None:
@@ -286,6 +287,9 @@ class Probe:
             "stream_options": {"include_usage": True},
         }
         answer = await self._ask("POST", "/v1/chat/completions", json.dumps(request).encode())
+        if self._refused(answer):
+            return
+        self._tell("key", Verdict.OK, "none is wanted" if self.backend.key is None else "accepted")
         if answer.status != 200 or answer.kind != "text/event-stream":
             detail = (
                 f"/v1/chat/completions answers {answer.status} {printable(answer.kind)}: {answer.quote()}"

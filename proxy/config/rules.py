@@ -8,11 +8,13 @@ Rules
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from policies import BackendView, ContextEstimate, DropReason, RequestFacts, RouterParams, drop_reason
+from policies.profile import names
 from proxy.config.problems import key_path
 
 if TYPE_CHECKING:
@@ -45,6 +47,14 @@ def backend_twins(config: Config) -> Iterator[str]:
         first = places.setdefault((backend.url, backend.model), index)
         if first != index:
             yield f"backends[{index}].url: {backend.url} is already the URL of backends[{first}]"
+
+
+def profiles_exist(config: Config) -> Iterator[str]:
+    for index, backend in enumerate(config.backends):
+        if backend.profile is not None and backend.profile not in names():
+            near = difflib.get_close_matches(backend.profile, names(), n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names())}"
+            yield f'backends[{index}].profile: no profile is named "{backend.profile}", {hint}'
 
 
 def tls_needs_https(config: Config) -> Iterator[str]:
@@ -272,6 +282,7 @@ ROUTE_RULES: tuple[Rule, ...] = (
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("backends",), some_backend),
     (("backends",), backend_twins),
+    (("backends",), profiles_exist),
     (("backends",), tls_needs_https),
     (("backends",), reference_has_no_divergence),
     (("models",), some_model),

@@ -53,7 +53,7 @@ async def test_a_good_backend_has_no_problem() -> None:
     async with ScriptedBackend(model="tiny", window_tokens=4096) as server:
         found = await findings(server.url, 'model = "tiny"\nlimits.window_tokens = 4096')
         assert {what: verdict for what, (verdict, _) in told(found).items()} == dict.fromkeys(
-            ["reachable", "key", "model", "window", "health", "metrics", "stream", "usage"], "ok"
+            ["reachable", "model", "window", "health", "metrics", "key", "stream", "usage"], "ok"
         )
         assert found["reachable"].detail == server.url
         assert found["key"].detail == "none is wanted"
@@ -115,6 +115,18 @@ async def test_a_key_that_is_missing_or_wrong_ends_the_probe(
             fix,
         )
         assert not server.requests
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"), [("", "it wants a key (401)"), ('key = "env:K"', "it refuses ours (401)")]
+)
+async def test_a_key_that_only_chat_asks_for_is_found_too(extra: str, expected: str) -> None:
+    """llama-server lists its models to anyone."""
+    async with ScriptedBackend() as server:
+        server.answer(error_json(401, "Invalid API Key"))
+        found = await findings(server.url, extra, {"K": "wrong"})
+        assert told(found)["key"] == ("problem", expected)
+        assert "stream" not in found
 
 
 async def test_a_key_that_is_right_is_accepted() -> None:

@@ -376,6 +376,10 @@ BROKEN_RULES: list[tuple[str, list[str]]] = [
         ],
     ),
     (
+        '[[backends]]\nname = "x"\nurl = "http://h:1"\nprofile = "fp8-mtp3-tp2-v18"',
+        ['backends[2].profile: no profile is named "fp8-mtp3-tp2-v18", did you mean "fp8-mtp3-tp2-v17"?'],
+    ),
+    (
         '[[backends]]\nname = "x"\nurl = "http://h:1"\ntls.verify = false',
         ["backends[2].tls: the URL is http, so no TLS can be set up: write https, or drop it"],
     ),
