@@ -1,0 +1,338 @@
+"""Where the fields of a JSON request body are, without parsing it: byte spans of the top-level members.
+
+Rules
+1. Bytes in, offsets out. A body is never decoded and encoded again: integers beyond 64 bits, NaN, lone
+   surrogates, order and whitespace are not ours to break. A value is decoded alone, when asked for.
+2. Whatever json.loads takes as an object is taken here with the same members. Strict: the object itself, its
+   keys, numbers and literals, the end of the body. Lenient, because the strict parser behind us will judge:
+   the inside of strings and of nested values (order of tokens, kinds of brackets, control characters, UTF-8).
+   Where strings begin and end, and how deep brackets go, is never a matter of leniency.
+3. A key that the gateway reads or edits must be there once; any other key may repeat and passes as it came.
+4. A UTF-8 byte order mark passes, as in json.loads. UTF-16 and UTF-32 do not: nobody sends them.
+5. Linear time and no recursion. The regular expressions are possessive: nothing is tried twice, but for a
+   second pass where quotes are escaped and a third where brackets nest deeper than `_DEPTH`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import accumulate, islice
+
+MAX_MEMBERS = 4096
+"""Top-level fields of one object. APIs have dozens; without a limit 64 MiB of them would cost gigabytes."""
+
+_DEPTH = 12
+"""Brackets inside a value that one match crosses: deeper than tool schemas go."""
+
+_WS = rb"[ \t\n\r]*+"
+# Between the strings of a container: whitespace, punctuation, numbers, literals; no comments.
+_ATOMS = rb"[ \t\n\r,:0-9+\-.eEtrufalsnNaIity]*+"
+# A run of anything but one byte costs under a nanosecond a byte, of anything outside a set ten times that. So
+# backslashes are looked at only before a quote: an escaped quote, or an escaped backslash before a real one,
+# makes this fail, and the scan goes on in a masked copy that has neither.
+_STRING = rb'"[^"]*+(?<!\\)"'
+_NUMBER = rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|-?Infinity|NaN"
+
+
+def _container(depth: int) -> bytes:
+    inside = rb"(?:" + _STRING + _ATOMS + rb")*+"
+    for _ in range(depth - 1):
+        inside = rb"(?:" + _STRING + _ATOMS + rb"|[\[{]" + _ATOMS + inside + rb"[\]}]" + _ATOMS + rb")*+"
+    return rb"[\[{]" + _ATOMS + inside + rb"[\]}]"
+
+
+_VALUE = rb"(?:" + _STRING + rb"|" + _container(_DEPTH) + rb"|true|false|null|" + _NUMBER + rb")"
+_KEY = rb'"([\x20\x21\x23-\x5b\x5d-\x7e]*+)"'
+_REST = rb"|(?s:.+)"  # what does not match ends the search at once, instead of being tried again a byte later
+
+# Group 3 is set where a comma follows, only group 2 at the end of the object and the body, none on a failure.
+_MEMBERS = re.compile(
+    _WS + _KEY + _WS + rb":" + _WS + rb"(" + _VALUE + rb")" + _WS + rb"(?:(,)|\}" + _WS + rb"\Z)" + _REST
+)
+_ITEMS = re.compile(_WS + rb"(" + _VALUE + rb")" + _WS + rb"(?:(,)|\]\Z)" + _REST)
+_START = re.compile(rb"(?:\xef\xbb\xbf)?+" + _WS + rb"\{(" + _WS + rb"\}" + _WS + rb"\Z)?+")
+_HEAD = re.compile(_WS + rb'"([^"]*+)"' + _WS + rb":" + _WS)
+_SIMPLE = re.compile(_VALUE)
+_TAIL = re.compile(_WS + rb"(?:(,)|\}" + _WS + rb"\Z)")
+_STRINGS = re.compile(_STRING)
+_TOKENS = re.compile(rb"(?:" + _STRING + _ATOMS + rb"|[\[{\]}]{1,16}+" + _ATOMS + rb"){1,4096}+")
+_TO_BRACKET = re.compile(rb"(?:" + _STRING + _ATOMS + rb"|" + _ATOMS.removesuffix(b"*+") + rb"++)*+[\[{\]}]")
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: one deeper, one up
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
+
+_LAX_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
+_LAX_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+
+
+class BodyError(ValueError):
+    """A body that cannot be served. message: for the client. param: the field at fault, None: the whole."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class Kind(StrEnum):
+    """What a value is, from its first byte."""
+
+    STRING = "a string"
+    NUMBER = "a number"
+    OBJECT = "an object"
+    ARRAY = "an array"
+    TRUE = "true"
+    FALSE = "false"
+    NULL = "null"
+
+
+_KINDS = {b'"'[0]: Kind.STRING, b"{"[0]: Kind.OBJECT, b"["[0]: Kind.ARRAY} | {
+    b"t"[0]: Kind.TRUE,
+    b"f"[0]: Kind.FALSE,
+    b"n"[0]: Kind.NULL,
+}
+
+
+@dataclass(slots=True)
+class _Member:
+    """A member that `_MEMBERS` cannot match (odd key, deep value); behaves like a match as far as used."""
+
+    key: bytes
+    begin: int
+    value: tuple[int, int]
+    stop: int
+    lastindex: int
+
+    def __getitem__(self, group: int) -> bytes:
+        return self.key
+
+    def span(self, group: int) -> tuple[int, int]:
+        return self.value
+
+    def start(self) -> int:
+        return self.begin
+
+    def end(self) -> int:
+        return self.stop
+
+
+_Place = re.Match[bytes] | _Member
+
+
+@dataclass(slots=True)  # frozen would add a tenth to the cost of a scan; nothing changes one
+class Scan:
+    """The members of one JSON object.
+
+    open: offset behind the opening brace. places: all members, in order. members: by decoded key (UTF-8), the
+    last of equal ones. duplicates: keys that are there more than once. Getters: None for absent and null.
+    """
+
+    data: bytes
+    open: int
+    places: list[_Place]
+    members: dict[bytes, _Place]
+    duplicates: frozenset[bytes] = field(default=frozenset())
+
+    def span(self, key: bytes) -> tuple[int, int] | None:
+        """Offsets of the value, also of a null; an error if the key is there twice."""
+        place = self.members.get(key)
+        if place is None:
+            return None
+        if self.duplicates and key in self.duplicates:
+            name = _shown(key)
+            raise BodyError(f"{name} is given more than once", name)
+        return place.span(2)
+
+    def raw(self, key: bytes) -> bytes | None:
+        """The value as it came, null included."""
+        span = self.span(key)
+        return None if span is None else self.data[span[0] : span[1]]
+
+    def kind(self, key: bytes) -> Kind | None:
+        span = self.span(key)
+        return None if span is None else _KINDS.get(self.data[span[0]], Kind.NUMBER)
+
+    def get_str(self, key: bytes) -> str | None:
+        """A string that can be encoded: a lone surrogate is an error."""
+        raw = self.raw(key)
+        if raw is None or raw == b"null":
+            return None
+        if raw[0] != 34:
+            raise self._wrong(key, "a string")
+        if b"\\" not in raw and raw.isascii() and (plain := raw[1:-1].decode()).isprintable():
+            return plain
+        value = _decode(raw, key)
+        assert isinstance(value, str)
+        if not _encodable(value):
+            raise BodyError(f"{_shown(key)} is not valid Unicode", _shown(key))
+        return value
+
+    def get_bool(self, key: bytes) -> bool | None:
+        """A boolean, or what pydantic (vLLM's reader) takes for one: "true", "off", 1, 0.0 and the like."""
+        raw = self.raw(key)
+        if raw is None or raw == b"null":
+            return None
+        if raw == b"true" or raw == b"false":
+            return raw == b"true"
+        value = _decode(raw, key) if raw[0] not in b"[{" else None
+        if isinstance(value, str) and value.lower() in _LAX_TRUE | _LAX_FALSE:
+            return value.lower() in _LAX_TRUE
+        if isinstance(value, int | float) and value in (0, 1):
+            return value == 1
+        raise self._wrong(key, "a boolean")
+
+    def get_int(self, key: bytes) -> int | None:
+        """An integer, or what pydantic takes for one: 100.0, "100"."""
+        raw = self.raw(key)
+        if raw is None or raw == b"null":
+            return None
+        if raw.isdigit() and len(raw) < 20:
+            return int(raw)
+        value = _decode(raw, key) if raw[0] not in b"[{tf" else None
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,4000}\s*", value, re.ASCII):
+            return int(value)
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, int):
+            return value
+        raise self._wrong(key, "an integer")
+
+    def get_object(self, key: bytes) -> Scan | None:
+        raw = self.raw(key)
+        if raw is None or raw == b"null":
+            return None
+        if raw[0] != 123:
+            raise self._wrong(key, "an object")
+        return scan_object(raw)
+
+    def _wrong(self, key: bytes, wanted: str) -> BodyError:
+        return BodyError(f"{_shown(key)} must be {wanted}, not {self.kind(key)}", _shown(key))
+
+
+def scan_object(data: bytes) -> Scan:
+    """The top-level members of `data`, which must be one JSON object and nothing else."""
+    begin = 1 if data.startswith(b'{"') else _open(data)
+    if begin < 0:
+        return Scan(data, -begin, [], {})
+    places: list[_Place] = list(islice(_MEMBERS.finditer(data, begin), MAX_MEMBERS + 1))
+    if not places:
+        raise _malformed(len(data))
+    if places[-1].lastindex != 2:
+        _go_on(data, places)
+    if len(places) > MAX_MEMBERS:
+        raise BodyError(f"the request body has more than {MAX_MEMBERS} fields")
+    members = {place[1]: place for place in places}
+    if len(members) == len(places):
+        return Scan(data, begin, places, members)
+    counts = Counter(place[1] for place in places)
+    return Scan(data, begin, places, members, frozenset(key for key, count in counts.items() if count > 1))
+
+
+def items(data: bytes, span: tuple[int, int]) -> list[tuple[int, int]]:
+    """Offsets of the elements of the array at `span`, up to the first that is malformed or very deep."""
+    found = [match.span(1) for match in _ITEMS.finditer(data, span[0] + 1, span[1]) if match.lastindex]
+    if b"\\" in data[span[0] : span[1]]:
+        view = _mask(data[: span[1]])
+        found = [match.span(1) for match in _ITEMS.finditer(view, span[0] + 1) if match.lastindex]
+    return found
+
+
+def _open(data: bytes) -> int:
+    """Offset behind the opening brace; negative if the object is empty."""
+    match = _START.match(data)
+    if match is None:
+        raise BodyError(
+            "the request body must be a JSON object" if data.strip() else "the request body is empty"
+        )
+    if match.lastindex is None:
+        return match.end()
+    return -(data.index(b"{") + 1)
+
+
+def _go_on(data: bytes, places: list[_Place]) -> None:
+    """Finish what `_MEMBERS` could not match in the bytes as they came: masked, then member by member."""
+    view = _mask(data)
+    retry = view is not data
+    while places[-1].lastindex != 2 and len(places) <= MAX_MEMBERS:
+        if places[-1].lastindex is not None:  # a comma, and then the end
+            raise _malformed(len(data))
+        at = places.pop().start()
+        if not retry:
+            places.append(place := _hard_member(data, view, at))
+            at = place.end()
+        places += islice(_MEMBERS.finditer(view, at), MAX_MEMBERS + 1 - len(places))
+        retry = False
+
+
+def _mask(data: bytes) -> bytes:
+    """`data` with escaped backslashes and quotes overwritten by NULs: every quote left is a real one."""
+    if b"\\" not in data:
+        return data
+    return data.replace(b"\\\\", b"\0\0").replace(b'\\"', b"\0\0")
+
+
+def _hard_member(data: bytes, view: bytes, at: int) -> _Member:
+    """The member at `at`, by steps: an odd key, or a value that nests deeper than one match crosses."""
+    head = _HEAD.match(view, at)
+    if head is None:
+        raise _malformed(at)
+    key = data[head.start(1) : head.end(1)]
+    decoded = _decode(b'"' + key + b'"', key)
+    assert isinstance(decoded, str)
+    begin = head.end()
+    simple = _SIMPLE.match(view, begin)
+    if simple is None and view[begin : begin + 1] not in (b"[", b"{"):
+        raise _malformed(begin)
+    end = simple.end() if simple else _skip_container(view, begin)
+    tail = _TAIL.match(view, end)
+    if tail is None:
+        raise _malformed(end)
+    return _Member(
+        decoded.encode("utf-8", "surrogatepass"), at, (begin, end), tail.end(), 3 if tail.lastindex else 2
+    )
+
+
+def _skip_container(view: bytes, at: int) -> int:
+    """Offset behind the container at `at`, however deep: counts brackets, some thousand tokens at a time."""
+    depth = 0
+    while chunk := _TOKENS.match(view, at):
+        steps = _STRINGS.sub(b"", chunk[0]).translate(_STEPS, _NO_BRACKETS)
+        closing = steps.count(b"\xff")
+        if closing >= depth:
+            depths = list(accumulate(array("b", steps), initial=depth))
+            if 0 in depths[1:]:
+                last = depths.index(0, 1) - 1
+                return next(islice(_TO_BRACKET.finditer(view, at), last, None)).end()
+        depth += len(steps) - 2 * closing
+        at = chunk.end()
+    raise _malformed(at)
+
+
+def _decode(raw: bytes, key: bytes) -> object:
+    """One value alone, as json.loads reads it."""
+    try:
+        value: object = json.loads(raw.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        raise BodyError(f"the value or name of {_shown(key)} is not valid JSON", _shown(key)) from None
+    return value
+
+
+def _encodable(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(key: bytes) -> str:
+    """A key for an error message: readable and short."""
+    return key[:80].decode("utf-8", "replace")
+
+
+def _malformed(at: int) -> BodyError:
+    return BodyError(f"the request body is not valid JSON (near byte {at})")
