@@ -9,6 +9,7 @@ Rules
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import ipaddress
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -242,6 +243,11 @@ def metrics_somewhere(config: Config) -> Iterator[str]:
         yield 'admin.metrics_on: "admin", but the admin listener is not enabled: nothing could be scraped'
 
 
+def uvloop_is_there(config: Config) -> Iterator[str]:
+    if config.server.uvloop == "on" and importlib.util.find_spec("uvloop") is None:
+        yield 'server.uvloop: "on", but uvloop is not installed here: install it, or write "auto"'
+
+
 # -- times ---------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +299,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("tiers",), exact_means_reference),
     (("backends", "models", "tiers", "policy"), tiers_can_be_served),
     (("server", "admin"), listeners_apart),
+    (("server",), uvloop_is_there),
     (("server",), keys_beyond_loopback),
     (("admin",), admin_key_beyond_loopback),
     (("server",), key_forms),

@@ -111,6 +111,7 @@ class Tls(Section):
     def context(self) -> ssl.SSLContext:
         """For connections to this backend: the system's certificates and `ca`, or anything at all."""
         context = ssl.create_default_context()
+        context.set_alpn_protocols(["http/1.1"])
         if self.ca is not None:
             context.load_verify_locations(self.ca)
         if not self.verify:

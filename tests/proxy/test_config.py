@@ -507,6 +507,14 @@ def test_keys_that_are_right_alone_may_be_wrong_together(text: str, expected: li
     assert found == [f"config: {line}" for line in expected]
 
 
+def test_uvloop_can_be_demanded_only_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert problems(BASE + '[server]\nuvloop = "on"\n') == [
+        'config: server.uvloop: "on", but uvloop is not installed here: install it, or write "auto"'
+    ]
+    assert loads(BASE + '[server]\nuvloop = "auto"\n', {}).server.uvloop == "auto"
+
+
 def test_an_empty_file_says_what_a_configuration_needs() -> None:
     assert problems("") == [
         "config: backends: none is configured: add [[backends]] with name and url",
