@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from proxy.wire.body import BodyError, Scan, scan_object
+from proxy.wire.body import BodyError, Place, Scan, scan_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +80,27 @@ def _edited(value: bytes | None, edit: Edit) -> bytes | None:
 
 
 def _join(scan: Scan, changes: dict[bytes, bytes | None]) -> bytes:
-    """One pass over the members: cuts are [start, end) of the input and what takes their place, in order."""
-    kept_end = scan.open
-    kept = False
-    cuts: list[tuple[int, int, bytes]] = []
-    trailing: list[
-        tuple[int, int, bytes]
-    ] = []  # removed since the last kept member, whose comma may have to go
-    for place in scan.places:
-        key = place[1]
-        begin, end = place.span(2)
-        if key in changes and changes[key] is None:
-            trailing.append((place.start(), place.end(), b""))
-            continue
-        cuts += trailing
-        trailing.clear()
-        value = changes.get(key)
-        if value is not None:
-            cuts.append((begin, end, value))
-        kept, kept_end = True, end
+    """The bytes between the cuts, and what takes the place of each."""
+    members, places = scan.members, scan.places
+    cuts = sorted(
+        (*members[key].span(2), value)
+        for key, value in changes.items()
+        if value is not None and key in members
+    )
     added = [
         _name(key) + b":" + value
         for key, value in changes.items()
-        if value is not None and key not in scan.members
+        if value is not None and key not in members
     ]
-    insert = (b"," if kept and added else b"") + b",".join(added)
-    if trailing:
-        cuts.append((kept_end, scan.places[-1].span(2)[1], insert))
-    elif insert:
-        cuts.append((kept_end, kept_end, insert))
+    kept = places[-1] if places else None
+    if None in changes.values():
+        kept, gone = _removals(scan, changes)
+        cuts = sorted(cuts + gone)
+    end = kept.span(2)[1] if kept is not None else scan.open
+    if added:
+        cuts.append((end, end, (b"," if kept is not None else b"") + b",".join(added)))
+    if kept is not (places[-1] if places else None):  # the last members go, and the comma before them
+        cuts.append((end, places[-1].span(2)[1], b""))
     pieces: list[bytes | memoryview] = []
     view = memoryview(scan.data)
     at = 0
@@ -119,7 +111,26 @@ def _join(scan: Scan, changes: dict[bytes, bytes | None]) -> bytes:
     return b"".join(pieces)
 
 
+def _removals(
+    scan: Scan, changes: dict[bytes, bytes | None]
+) -> tuple[Place | None, list[tuple[int, int, bytes]]]:
+    """The last member that stays, and cuts that take the others before it out, each with its comma."""
+    kept: Place | None = None
+    cuts: list[tuple[int, int, bytes]] = []
+    waiting: list[tuple[int, int, bytes]] = []
+    for place in scan.places:
+        if changes.get(place[1], b"") is None:
+            waiting.append((place.start(), place.end(), b""))
+        else:
+            cuts += waiting
+            waiting.clear()
+            kept = place
+    return kept, cuts
+
+
 def _name(key: bytes) -> bytes:
+    if key.replace(b"_", b"").isalnum():
+        return b'"' + key + b'"'
     return json.dumps(key.decode("utf-8", "surrogatepass")).encode()
 
 
