@@ -1,0 +1,257 @@
+"""The demo's processes, from start to end: `python -m tests.demo`, or `make demo`.
+
+Exit status: 0 after Ctrl-C, SIGTERM or `--exit`; 1 with the reason when it cannot run.
+No child is left behind, whatever the end (tests/real/child.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from tests.demo import traffic
+from tests.demo.table import LEGEND, PLAIN_WIDTH, Rows, Tail
+from tests.real.child import POLL, Child, Deadline
+from tests.real.llama import LlamaServer
+from tests.real.server import Unavailable, cache_folder, free_port
+
+READY = 20.0  # seconds that the gateway has to see both backends
+LOOK = 0.1  # seconds between looks at the records
+LAST_RECORDS = 3.0  # seconds that the records may come behind the answers
+
+CONFIG = """\
+# The demo's configuration: one model in two qualities, each behind a llama-server.
+
+[server]
+port = {port}
+drain_timeout = 2.0
+
+[admin]
+port = {admin_port}
+
+[telemetry]
+records = "file:{records}"
+log_level = "warning"
+
+[health]
+interval = 1.0
+
+[policy.tokens]
+bytes_per_token = 1.1           # the scripted model has a token for each byte
+
+[[backends]]
+name = "fp8"
+url = "{fp8.url}"
+quality.kl_bits = 0.0055
+limits.max_in_flight = 32
+
+[[backends]]
+name = "bf16"
+url = "{bf16.url}"
+quality.reference = true
+limits.max_in_flight = 16
+
+[models.tiny]
+tier = "balanced"
+
+[models.tiny-exact]             # the same model, from the reference weights or not at all
+alias_of = "tiny"
+tier = "exact"
+
+[models.tiny-instruct]          # the same model without its thinking, for clients that can only choose a name
+alias_of = "tiny"
+overrides.chat_template_kwargs.enable_thinking = false
+
+[tiers.balanced]
+max_kl_bits = 0.05
+"""
+
+
+class Failure(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+async def demo(options: argparse.Namespace, console: Console) -> None:
+    async with AsyncExitStack() as stack:
+        if taken(options.port):
+            raise Failure(
+                f"port {options.port} on 127.0.0.1 is taken: stop what listens there, or choose another, "
+                "as in: make demo DEMO_PORT=8090"
+            )
+        console.print("starting two llama-servers and the gateway …", style="dim")
+        fp8 = await stack.enter_async_context(LlamaServer(slots=4, window_tokens=4096, threads=1))
+        bf16 = await stack.enter_async_context(LlamaServer(slots=2, window_tokens=8192, threads=1))
+        folder = cache_folder() / "demo"
+        folder.mkdir(exist_ok=True)
+        records = folder / "records.jsonl"
+        records.unlink(missing_ok=True)
+        port = options.port or free_port()
+        admin_port = free_port() if taken(port + 1) else port + 1
+        config = folder / "config.toml"
+        config.write_text(
+            CONFIG.format(port=port, admin_port=admin_port, records=records, fp8=fp8, bf16=bf16)
+        )
+        url = f"http://127.0.0.1:{port}"
+        gateway = await stack.enter_async_context(running_gateway(config, folder / "gateway.log", url))
+        clients = traffic.Clients(url)
+        stack.push_async_callback(clients.close)
+        rows = Rows(console, clients.jobs)
+        tail = Tail(records)
+        console.print(f"serving on {url}; config and records in {folder}\n", style="dim", soft_wrap=True)
+        rows.header()
+        await show_traffic(options.seconds, clients, rows, tail, gateway)
+        epilogue(console, rows, clients, url, admin_port)
+        while not options.exit:
+            show(rows, tail, gateway)
+            await asyncio.sleep(LOOK)
+
+
+async def show_traffic(
+    seconds: float, clients: traffic.Clients, rows: Rows, tail: Tail, gateway: Child
+) -> None:
+    """Rows while there is traffic, and a line below them on a terminal."""
+    console = rows.console
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    live = Live(console=console, transient=True, refresh_per_second=8) if console.is_terminal else None
+    work = loop.create_task(traffic.run(clients, seconds))
+    try:
+        with live or contextlib.nullcontext():
+            while not work.done():
+                show(rows, tail, gateway)
+                if live is not None:
+                    passed = min(seconds, loop.time() - start)
+                    status = f"{passed:.0f} of {seconds:.0f} s · {clients.in_flight} in flight"
+                    live.update(Text(f"{status} · {len(rows.records)} done", style="dim"))
+                await asyncio.sleep(LOOK)
+            await work
+            deadline = Deadline(LAST_RECORDS)
+            while len(rows.records) < len(clients.jobs) and not deadline.over:
+                show(rows, tail, gateway)
+                await asyncio.sleep(LOOK)
+    finally:
+        work.cancel()
+    if not rows.records:
+        raise Failure(f"the gateway wrote no records; its log:\n{gateway.tail()}")
+
+
+def show(rows: Rows, tail: Tail, gateway: Child) -> None:
+    """Print what is new; Failure when the gateway is gone."""
+    for record in tail.new():
+        rows.add(record)
+    if not gateway.running:
+        raise Failure(f"the gateway ended with status {gateway.process.returncode}:\n{gateway.tail()}")
+
+
+def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, admin_port: int) -> None:
+    console.print()
+    console.print(LEGEND, style="dim")
+    console.print()
+    console.print(rows.summary())
+    for broken in clients.broken:
+        console.print(f"went wrong: {broken}", style="red", soft_wrap=True)
+    if rows.surprises:
+        console.print(f"{rows.surprises} requests did not end as they should", style="red")
+    asked = (
+        '{"model": "tiny", "stream": true, "max_tokens": 40, "messages": [{"role": "user", "content": "Hi"}]}'
+    )
+    console.print("\nStill serving; Ctrl-C ends it. Three things to try:", style="bold")
+    for line in (
+        f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{asked}'",
+        f"curl -s {url}/metrics | grep tierline_time",
+        f"curl -s http://127.0.0.1:{admin_port}/admin/backends",
+    ):
+        console.print(f"  {line}", soft_wrap=True, markup=False, highlight=False)
+    console.print()
+
+
+# -- the gateway ---------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def running_gateway(config: Path, log: Path, url: str) -> AsyncIterator[Child]:
+    """`tierline serve` on that config, from ready to stopped."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    gateway = Child([sys.executable, "-m", "proxy", "serve", "--config", config], log, environment)
+    try:
+        deadline = Deadline(READY)
+        while not await asyncio.to_thread(answers, f"{url}/ready"):
+            if not gateway.running:
+                raise Failure(f"the gateway did not start:\n{gateway.tail()}")
+            if deadline.over:
+                raise Failure(f"the gateway was not ready after {READY:g} s:\n{gateway.tail()}")
+            await asyncio.sleep(POLL)
+        yield gateway
+    finally:
+        gateway.stop()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET is answered with success."""
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def taken(port: int) -> bool:
+    """Whether somebody listens there already; port 0 never is."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+        return False
+
+
+# -- from here it starts -------------------------------------------------------------------------------------
+
+
+async def until_stopped(options: argparse.Namespace, console: Console) -> None:
+    """The demo, ended by SIGINT, SIGTERM or SIGHUP as if it had come to its end."""
+    loop = asyncio.get_running_loop()
+    work = loop.create_task(demo(options, console))
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(sign, work.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.demo",
+        description="Two real llama-servers, the gateway, and mixed traffic, shown live.",
+    )
+    default_port = int(os.environ.get("DEMO_PORT") or 8080)
+    parser.add_argument("--port", type=int, default=default_port, help="of the gateway; 0: any that is free")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of traffic (default 30)")
+    parser.add_argument("--exit", action="store_true", help="end after the traffic, do not keep serving")
+    options = parser.parse_args()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PLAIN_WIDTH)
+    try:
+        asyncio.run(until_stopped(options, console))
+    except (Failure, Unavailable) as reason:
+        print(f"demo: {reason}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
