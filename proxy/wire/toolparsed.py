@@ -1,0 +1,176 @@
+"""Tool deltas that the backend parsed: their ids, indexes, names and arguments put right.
+
+Rules: a delta belongs to a call by id first, by index second. A new id on a used index is a new call, a known id on
+a new index the same one. Null, empty and "null" names and ids are absent; a repeated name is ignored. A call leaves
+with the next index, one id and its name, in one event, as soon as the name is known. Equal calls are two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from proxy.wire.coerce import Tool, Toolset
+from proxy.wire.jsonstring import End
+from proxy.wire.toolargs import Arguments
+from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Counters, Event
+
+
+class CallDelta(NamedTuple):
+    """One entry of `tool_calls`, absent and void values None.
+
+    slot: its index. fresh: from a whole message, always a new call.
+    """
+
+    slot: int | None
+    id: str | None
+    name: str | None
+    arguments: str
+    fresh: bool = False
+
+
+class _Call:
+    """A call as the backend tells it; `out` is its index on the way out, -1 until it was sent."""
+
+    __slots__ = ("arguments", "ended", "id", "name", "out", "waiting")
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.name: str | None = None
+        self.arguments: Arguments | None = None
+        self.out = -1
+        self.waiting = ""  # arguments that came before the name
+        self.ended = False
+
+
+class ParsedCalls:
+    """`feed` deltas; `finish` ends what is open. `next_index`: of the next call, parsed or not."""
+
+    def __init__(
+        self,
+        tools: Toolset,
+        named: Tool | None,
+        take_id: Callable[[str | None], str],
+        counters: Counters,
+        *,
+        exact: bool,
+    ) -> None:
+        self._tools = tools
+        self._named = named
+        self._take_id = take_id
+        self._counters = counters
+        self._exact = exact
+        self._calls: list[_Call] = []
+        self._by_id: dict[str, _Call] = {}
+        self._by_index: dict[int, _Call] = {}
+        self.next_index = 0
+        self.follows_parsed = False
+
+    def feed(self, delta: CallDelta) -> tuple[list[Event], bool]:
+        """The events of a delta, and whether they say just what it says."""
+        call = self._find(delta)
+        events: list[Event] = []
+        same = self._exact and call.out in (-1, delta.slot)
+        if call.name is None and delta.name is not None:
+            same = self._start(call, delta, events) and same
+        elif call.out < 0:
+            call.waiting += delta.arguments
+            return [], False
+        elif delta.name is not None or delta.id is not None:
+            same = False
+        text = call.waiting + delta.arguments
+        call.waiting = ""
+        assert call.arguments is not None
+        said = call.arguments.feed(text) if text and not call.ended else ""
+        if said:
+            events.append(CallArguments(call.out, said))
+        if not self._exact and call.arguments.done and not call.ended:
+            self._end(call, End.STOP, events)
+        return events, same and said == delta.arguments
+
+    def _start(self, call: _Call, delta: CallDelta, events: list[Event]) -> bool:
+        """Sends the call's head; true if the delta's own says the same."""
+        written = delta.name or ""
+        tool = self._tools.find(written)
+        self._counters.undeclared += tool is None
+        tool = tool or Tool(written, None)
+        call.name, call.arguments = written, Arguments(tool, self._tools)
+        call.out = self.next_index
+        self.next_index += 1
+        self._counters.parsed += 1
+        identifier = self._take_id(call.id)
+        self._counters.repaired_ids += identifier != call.id or call.out != delta.slot
+        events.append(CallStart(call.out, identifier, tool.name))
+        return (
+            identifier == delta.id and tool.name == delta.name and call.out == delta.slot and not call.waiting
+        )
+
+    def _find(self, delta: CallDelta) -> _Call:
+        call = None if delta.fresh else self._known(delta)
+        if call is None:
+            call = _Call()
+            self._calls.append(call)
+        if delta.id is not None and call.id is None:
+            call.id = delta.id
+            self._by_id.setdefault(delta.id, call)
+        if delta.slot is not None:
+            self._by_index[delta.slot] = call
+        return call
+
+    def _known(self, delta: CallDelta) -> _Call | None:
+        if delta.id is not None and delta.id in self._by_id:
+            return self._by_id[delta.id]
+        call = self._by_index.get(delta.slot) if delta.slot is not None else self._last()
+        if call is None or (delta.id is not None and call.id is not None):
+            return None
+        renamed = delta.name is not None and call.name is not None and delta.name != call.name
+        whole = call.arguments is not None and call.arguments.done and bool(delta.arguments.strip())
+        begins = delta.name is not None or delta.id is not None
+        return None if renamed or (whole and begins) else call
+
+    def _last(self) -> _Call | None:
+        return self._calls[-1] if self._calls else None
+
+    def finish(self, end: End) -> list[Event]:
+        """Ends every open call; one without a name is the named tool's, or nobody's."""
+        events: list[Event] = []
+        for call in self._calls:
+            if call.out < 0:
+                name = self._named.name if self._named else self._only()
+                if name is None:
+                    self._counters.dropped += 1
+                    continue
+                self.feed_name(call, name, events)
+            if not call.ended:
+                self._end(call, end, events)
+        return events
+
+    def _only(self) -> str | None:
+        names = list(self._tools.by_name)
+        return names[0] if len(names) == 1 else None
+
+    def feed_name(self, call: _Call, name: str, events: list[Event]) -> None:
+        """Sends a call whose name the backend never told."""
+        waiting, call.waiting = call.waiting, ""
+        self._start(call, CallDelta(None, call.id, name, ""), events)
+        assert call.arguments is not None
+        said = call.arguments.feed(waiting)
+        if said:
+            events.append(CallArguments(call.out, said))
+
+    def _end(self, call: _Call, end: End, events: list[Event]) -> None:
+        arguments = call.arguments
+        assert arguments is not None
+        call.ended = True
+        said = arguments.finish(end)
+        if said:
+            events.append(CallArguments(call.out, said))
+        events.append(CallEnd(call.out, arguments.complete))
+        count, rewriter = self._counters, arguments.rewriter
+        count.cut += not arguments.complete
+        count.repaired_arguments += arguments.mended
+        if rewriter is not None:
+            count.repaired_values += rewriter.repairs > 0
+            count.failures += rewriter.failures
+            count.duplicates += rewriter.duplicates
+            count.suspected += rewriter.suspected

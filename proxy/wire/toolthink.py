@@ -1,0 +1,111 @@
+"""Thinking: sent as it comes up to what may be a call, then held, for it is a call only if nothing follows.
+
+Rules: the text of a call found in thinking is kept; any more thinking (or the answer itself, which the caller sees)
+releases it as thinking, unchanged. Only calls that were closed in the text, with nothing but blanks behind, are
+promoted. At most MAX_HELD characters are held.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from proxy.wire.coerce import Toolset
+from proxy.wire.jsonstring import End
+from proxy.wire.toolevents import CallEnd, CallStart, Content, Counters, Event
+from proxy.wire.tooltext import TextMachine
+
+MAX_HELD = 1 << 20
+
+
+class Promoted(NamedTuple):
+    """The thinking before the calls that is still to be sent, and the events of the calls."""
+
+    text: str
+    events: list[Event]
+
+
+class Thinking:
+    """`feed` returns what may be sent; `held` while something waits."""
+
+    def __init__(self, tools: Toolset) -> None:
+        self._tools = tools
+        self._restart()
+
+    def _restart(self) -> None:
+        self.counters = Counters()
+        self._machine = TextMachine(self._tools, self.counters, _place)
+        self._raw: list[str] = []
+        self._size = 0
+        self._events: list[Event] = []
+        self.held = False
+
+    @property
+    def had_calls(self) -> bool:
+        return bool(self._events)
+
+    def feed(self, text: str) -> str:
+        if not self.held and self._machine.passes(text):
+            return text
+        said: list[str] = []
+        start = 0
+        while start < len(text):
+            tag = text.find("<", start + 1)
+            stop = len(text) if tag < 0 else tag
+            said.append(self._piece(text[start:stop]))
+            start = stop
+        return "".join(said)
+
+    def _piece(self, text: str) -> str:
+        """A piece with no "<" but at its start: at most one thing ends in it."""
+        self._raw.append(text)
+        self._size += len(text)
+        self._machine.feed(text)
+        more = self._machine.take()
+        events: list[Event] = [event for event in more if not isinstance(event, Content)]
+        spoke = any(isinstance(event, Content) and not event.text.isspace() for event in more)
+        if self._events and not spoke and self._size <= MAX_HELD:
+            self._events += events
+            return ""
+        if self._size > MAX_HELD and (self._events or events):
+            return self.release()
+        if events:
+            # blanks and text before an opener are out already: what is held begins with the opener
+            self._events = events
+            self.held = True
+            return ""
+        self._events = []
+        return self._say()
+
+    def _say(self) -> str:
+        """All raw text but what the machine still holds."""
+        raw = "".join(self._raw)
+        keep = self._machine.unsaid
+        said = raw[: len(raw) - keep] if keep else raw
+        rest = raw[len(said) :]
+        self._raw = [rest] if rest else []
+        self._size = len(rest)
+        self.held = bool(rest)
+        return said
+
+    def release(self) -> str:
+        """Everything held, as thinking; starts anew."""
+        raw = "".join(self._raw)
+        self._restart()
+        return raw
+
+    def finish(self, alone: bool) -> Promoted | str:
+        """The end: calls to promote if they are `alone`, else the text that is still held."""
+        self._machine.finish(End.STOP)
+        more = self._machine.take()
+        spoke = any(isinstance(event, Content) and not event.text.isspace() for event in more)
+        calls = self._events + [event for event in more if not isinstance(event, Content)]
+        ends = [event for event in calls if isinstance(event, CallEnd)]
+        whole = bool(ends) and all(end.complete for end in ends) and not self._machine.forced
+        if alone and whole and not spoke:
+            return Promoted("", calls)
+        self._events = calls
+        return "".join(self._raw)
+
+
+def _place(name: str) -> CallStart:
+    return CallStart(0, "", name)
