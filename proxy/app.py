@@ -19,6 +19,7 @@ from aiohttp import web
 
 from policies import Router
 from proxy.access import KeyRing
+from proxy.admin import admin_app
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
 from proxy.config import Backend as BackendConfig
@@ -60,7 +61,7 @@ class App:
         self.gateway = Gateway(
             clock=self.clock,
             rng=rng or Random(),
-            classifier=Classifier(config, owners),
+            classifier=Classifier(config, self.pool, owners),
             router=Router(config.policy.router),
             retry=config.policy.retry,
             pool=self.pool,
@@ -95,8 +96,6 @@ class App:
                 config.server.port,
             )
             if config.admin.enabled:
-                from proxy.admin import admin_app
-
                 runner = web.AppRunner(
                     admin_app(config, self.pool, self.metrics),
                     access_log=None,
@@ -144,7 +143,7 @@ class App:
         await self.health.stop()
         for runner in reversed(self._runners):
             await runner.cleanup()
-        self.pool.close()
+        await self.pool.close()
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()
@@ -163,11 +162,7 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
     host = parts.hostname or ""
     tls: ssl.SSLContext | None = None
     if secure:
-        tls = ssl.create_default_context(cafile=backend.tls.ca)
-        tls.set_alpn_protocols(["http/1.1"])
-        if not backend.tls.verify:
-            tls.check_hostname = False
-            tls.verify_mode = ssl.CERT_NONE
+        tls = backend.tls.context()
     max_idle = config.pool.max_idle if backend.max_idle is None else backend.max_idle
     connections = ConnectionPool(
         clock,

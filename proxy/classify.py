@@ -20,7 +20,7 @@ from proxy.endpoints import RESPONSES_PREFIX, Body, Endpoint
 from proxy.errors import Outcome, ProxyError
 from proxy.local import unknown_model
 from proxy.owners import Owners
-from proxy.pool import Backend
+from proxy.pool import Backend, Pool
 from proxy.record import Record
 from proxy.wire.body import BodyError
 from proxy.wire.errors import Api
@@ -49,14 +49,13 @@ class Classified:
 
 
 class Classifier:
-    def __init__(self, config: Config, owners: Owners) -> None:
+    def __init__(self, config: Config, pool: Pool, owners: Owners) -> None:
         self._config = config
+        self._pool = pool
         self._owners = owners
         self._edits = {name: _route_edits(route) for name, route in config.routes.items()}
         targets = [name for name, model in config.models.items() if model.alias_of is None]
         self._only = targets[0] if len(targets) == 1 else None
-        windows = [b.limits.window_tokens for b in config.backends]
-        self._count_words_from = min((w for w in windows if w), default=2048)
 
     def classify(
         self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record
@@ -83,13 +82,15 @@ class Classifier:
         if isinstance(body, RequestBody):
             record.tools = body.tools
             session = session or body.session
-            prompt = self._estimate(body)
+            prompt = self._estimate(body, route)
             if endpoint.generates:
                 output = body.max_output_tokens or self._config.policy.output_reserve_tokens
             if body.previous_response_id is not None:
                 pinned = self._owner(body.previous_response_id, route)
         if session is not None:
-            record.session_hash = hashlib.blake2b(session.encode("utf-8", "replace"), digest_size=6).hexdigest()
+            record.session_hash = hashlib.blake2b(
+                session.encode("utf-8", "replace"), digest_size=6
+            ).hexdigest()
         record.prompt_tokens_estimate = prompt.tokens
         record.prompt_tokens_low, record.prompt_tokens_high = prompt.low, prompt.high
         facts = RequestFacts(route.name, tier, prompt, output, session, record.tools, record.stream)
@@ -126,7 +127,9 @@ class Classifier:
             timeouts.keepalive_after,
             timeouts.keepalive_interval,
         )
-        return raw, Plan(endpoint.api, asked.facts.stream, hide_usage, self.model_swap(asked, backend), limits)
+        return raw, Plan(
+            endpoint.api, asked.facts.stream, hide_usage, self.model_swap(asked, backend), limits
+        )
 
     def model_swap(self, asked: Classified, backend: Backend) -> tuple[bytes, bytes] | None:
         """(the backend's name, the public one) where answers shall carry the public one."""
@@ -164,7 +167,11 @@ class Classifier:
             return None
         message = f"Previous response with id '{ident[:100]}' not found."
         raise ProxyError(
-            Outcome.BAD_REQUEST, 404, message, code="previous_response_not_found", param="previous_response_id"
+            Outcome.BAD_REQUEST,
+            404,
+            message,
+            code="previous_response_not_found",
+            param="previous_response_id",
         )
 
     def _route(self, model: str | None) -> ModelRoute:
@@ -172,7 +179,9 @@ class Classifier:
         if name is None:
             have = ", ".join(self._config.models)
             message = f"You must provide a model; this gateway serves: {have}."
-            raise ProxyError(Outcome.BAD_REQUEST, 400, message, code="missing_required_parameter", param="model")
+            raise ProxyError(
+                Outcome.BAD_REQUEST, 400, message, code="missing_required_parameter", param="model"
+            )
         route = self._config.resolve(name)
         if route is None:
             raise unknown_model(name)
@@ -189,11 +198,12 @@ class Classifier:
         record.tier_asked = record.tier = name
         return tier
 
-    def _estimate(self, body: RequestBody) -> ContextEstimate:
-        """Words are counted only where they could matter: they bound a long prompt from below."""
+    def _estimate(self, body: RequestBody, route: ModelRoute) -> ContextEstimate:
+        """Words bound a prompt from below, and cost: they are counted where it seems too long for every window."""
         ratio = self._config.policy.tokens
         estimate = estimate_prompt(_prompt_sizes(body, None), ratio)
-        if estimate.tokens >= self._count_words_from:
+        window = self._pool.largest_window(route.backends)
+        if window is not None and estimate.tokens > window:
             estimate = estimate_prompt(_prompt_sizes(body, body.words()), ratio)
         # A prompt that the server may cut is never too long.
         return replace(estimate, low=0) if body.sizes.truncates else estimate

@@ -117,7 +117,6 @@ class Answer(web.StreamResponse):
         connection = request.protocol
         assert isinstance(connection, ClientConnection)
         self._connection = connection
-        self._transport = connection.transport
         self._http11 = request.version >= (1, 1)
         self._persist = request.keep_alive and not close
         self._bodyless = request.method == "HEAD"
@@ -140,7 +139,8 @@ class Answer(web.StreamResponse):
 
     @property
     def gone(self) -> bool:
-        return self._transport is None or self._transport.is_closing()
+        transport = self._connection.transport
+        return transport is None or transport.is_closing()
 
     def watch(self, on_pause: Callable[[], None] | None, on_resume: Callable[[], None] | None) -> None:
         """Be told when the client stops reading and when it goes on."""
@@ -149,13 +149,14 @@ class Answer(web.StreamResponse):
     def send(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """A whole response in one write."""
         head = self._head(status, headers, None if status == 204 else len(body))
-        if self._transport is not None:
+        transport = self._connection.transport
+        if transport is not None:
             if self._bodyless or status == 204:
-                self._transport.write(head)
+                transport.write(head)
             elif len(body) < 16384:
-                self._transport.write(head + body)
+                transport.write(head + body)
             else:
-                self._transport.writelines((head, body))
+                transport.writelines((head, body))
         self.bytes_out += len(body)
         self.started = self.finished = True
 
@@ -165,8 +166,9 @@ class Answer(web.StreamResponse):
         """Send the head, and with it the first piece of a body of `length` bytes (None: not known)."""
         head = self._head(status, headers, length)
         self.started = True
-        if self._transport is not None:
-            self._transport.write(head)
+        transport = self._connection.transport
+        if transport is not None:
+            transport.write(head)
         if first:
             self.push(first)
 
@@ -174,7 +176,8 @@ class Answer(web.StreamResponse):
         """Send a piece of the body. Empty pieces are nothing (an empty chunk would end the body)."""
         if not data:
             return
-        transport = self._transport
+        # aiohttp forgets the transport when the client goes; uvloop refuses a write to a closed one.
+        transport = self._connection.transport
         self.bytes_out += len(data)
         if transport is None:
             return
@@ -189,7 +192,7 @@ class Answer(web.StreamResponse):
         if self.finished:
             return
         self.finished = True
-        transport = self._transport
+        transport = self._connection.transport
         if transport is None:
             return
         self.bytes_out += len(last)
@@ -206,8 +209,9 @@ class Answer(web.StreamResponse):
         """Break the connection off, so that the client sees a cut and not an end."""
         self._persist = False
         self.finished = True
-        if self._transport is not None:
-            self._transport.abort()
+        transport = self._connection.transport
+        if transport is not None:
+            transport.abort()
 
     # -- what aiohttp asks --------------------------------------------------------------------------------------
 

@@ -235,6 +235,8 @@ class Exchange:
             decision = gateway.router.choose(
                 asked.facts, views, gateway.rng, tried=tried, pinned=asked.pinned, larger_than=larger_than
             )
+            gateway.metrics.decided(decision)
+            self.record.drops = decision.drops
             if decision.backend is None:
                 raise failed or refusal(asked.facts, decision, views)
             started = gateway.clock.now()
@@ -266,7 +268,6 @@ class Exchange:
         assert decision.reason is not None
         record.backend, record.reason, record.tier = decision.backend, decision.reason.value, facts.tier.name
         record.attempts += 1
-        self._gateway.metrics.decided(decision)
 
     async def _attempt(
         self, backend: Backend, endpoint: Endpoint, asked: Classified, failures: list[Failure]

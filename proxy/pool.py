@@ -147,12 +147,17 @@ class Pool:
         backends = self.backends
         return tuple([backends[name].view(now) for name in names])
 
+    def largest_window(self, names: Iterable[str]) -> int | None:
+        """The largest window known among these backends."""
+        windows = [w for name in names if (w := self.backends[name].window_tokens)]
+        return max(windows) if windows else None
+
     def lease(self, name: str, tokens: int) -> Lease:
         return Lease(self.backends[name], tokens)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for backend in self.backends.values():
-            backend.connections.close()
+            await backend.connections.close()
 
     # -- what requests tell -------------------------------------------------------------------------------------
 

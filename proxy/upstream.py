@@ -16,7 +16,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -119,8 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -239,6 +238,7 @@ class ConnectionPool:
         self._idle: deque[UpstreamConnection] = deque()
         self._all: set[UpstreamConnection] = set()
         self._sweep: Timer | None = None
+        self._emptied: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"<pool {self._host}:{self._port} open={len(self._all)} idle={len(self._idle)}>"
@@ -289,14 +289,19 @@ class ConnectionPool:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+        if self._emptied is not None and not self._all and not self._emptied.done():
+            self._emptied.set_result(None)
 
-    def close(self) -> None:
-        """Close every connection, in use or not."""
+    async def close(self) -> None:
+        """Close every connection, in use or not, and wait until they are."""
         if self._sweep is not None:
             self._sweep.cancel()
             self._sweep = None
-        for connection in tuple(self._all):
-            connection.abort()
+        if self._all:
+            self._emptied = asyncio.get_running_loop().create_future()
+            for connection in tuple(self._all):
+                connection.abort()
+            await self._emptied
 
     def _retire(self) -> None:
         self._sweep = None

@@ -6,6 +6,7 @@ No SDK's kindness hides anything here: a cut body is a cut body. Every wait has 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -68,6 +69,8 @@ class Connection:
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
     def send(
         self,

@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        assert hasattr(transport, "write")  # uvloop's is no asyncio.Transport by class
         self.transport = transport
         # `blocked` then means that the kernel took no more. (Not 0: under TLS that pauses and never resumes.)
         transport.set_write_buffer_limits(high=1)
