@@ -30,6 +30,7 @@ from tests.real.server import Unavailable, cache_folder, free_port
 
 READY = 20.0  # seconds that the gateway has to see both backends
 LOOK = 0.1  # seconds between looks at the records
+SHOWN = 5  # errors in words; the rows show them all
 LAST_RECORDS = 3.0  # seconds that the records may come behind the answers
 
 CONFIG = """\
@@ -161,7 +162,7 @@ def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, a
     console.print(LEGEND, style="dim")
     console.print()
     console.print(rows.summary())
-    for broken in clients.broken:
+    for broken in clients.broken[:SHOWN]:
         console.print(f"went wrong: {broken}", style="red", soft_wrap=True)
     if rows.surprises:
         console.print(f"{rows.surprises} requests did not end as they should", style="red")
