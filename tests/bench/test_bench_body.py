@@ -16,7 +16,7 @@ from proxy.wire.splice import apply, override
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
-WORDS = [
+WORDS = (
     "the",
     "model",
     "answers",
@@ -27,14 +27,10 @@ WORDS = [
     "quality",
     "and",
     "attention",
-    "to",
-    "a",
     "routing",
     "gateway",
-    "in",
-    "speculation",
-]
-TEXT = " ".join(WORDS[n * n % 15] for n in range(90_000))
+)
+TEXT = " ".join(WORDS[n * n % 12] for n in range(90_000))
 CODE = '    print("hello", x["a"])\n' * 15_000
 
 

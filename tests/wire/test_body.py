@@ -202,6 +202,16 @@ def test_depth_is_counted_right_over_many_tokens(unit: str, count: int) -> None:
     assert scan_object(f'{{"deep":{value},"last":2}}'.encode()).raw(b"deep") == value.encode()
 
 
+@pytest.mark.parametrize("after", [0, 4096, 9000])
+@pytest.mark.parametrize("inside", [0, 4070, 4075, 4076, 4077, 4096, 9000])
+def test_a_deep_value_ends_at_its_own_bracket(inside: int, after: int) -> None:
+    value = "[" * 20 + '"a",' * inside + "0" + "]}" * 10
+    many = '"a",' * after
+    scan = scan_object(f'{{"deep":{value},"list":[{many}[]],"last":2}}'.encode())
+    assert scan.raw(b"deep") == value.encode()
+    assert scan.raw(b"last") == b"2"
+
+
 def test_a_long_run_of_anything_is_no_trouble() -> None:
     for part in ("\\", '\\"', "\\\\", "x", " ", "\\u0041", "é"):
         text = part * (20_000 if part != "\\" else 0)
@@ -216,8 +226,9 @@ def test_the_number_of_fields_is_bounded() -> None:
 
     for key in ("k", "\\u0041"):
         assert len(scan_object(body(key, MAX_MEMBERS)).members) == MAX_MEMBERS
-        with pytest.raises(BodyError, match="more than"):
-            scan_object(body(key, MAX_MEMBERS + 1))
+        for more in (1, 2, 5000):
+            with pytest.raises(BodyError, match="more than"):
+                scan_object(body(key, MAX_MEMBERS + more))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------
@@ -476,6 +487,7 @@ def test_setting_twice_is_setting_once(data: bytes, name: str) -> None:
         ('{"a":1, "b":2 ,"c":3 }', [remove("c")], '{"a":1, "b":2 }'),
         ('{"a":1, "b":2 ,"c":3 }', [remove("b"), remove("c")], '{"a":1 }'),
         ('{"a":1, "b":2 ,"c":3 }', [remove("a"), remove("c")], '{ "b":2 }'),
+        ('{"a":1, "b":2 ,"c":3 }', [override("b", 0), remove("a"), remove("c")], '{ "b":0 }'),
         ('{"a":1 }', [remove("a")], "{ }"),
         ('{"a":1}', [remove("a"), override("b", 2)], '{"b":2}'),
         ('{"a":1,"b":2}', [remove("b"), override("c", 3), override("a", 0)], '{"a":0,"c":3}'),
@@ -514,3 +526,8 @@ def test_an_edit_that_cannot_be_made_names_its_place(before: str, edit: Edit, pa
     with pytest.raises(BodyError) as caught:
         apply(scan_object(before.encode()), [edit])
     assert caught.value.param == param
+
+
+def test_an_edit_of_nothing_is_a_mistake() -> None:
+    with pytest.raises(ValueError):
+        override((), 1)

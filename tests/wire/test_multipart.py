@@ -128,6 +128,7 @@ def test_a_content_type_without_a_plain_boundary_is_refused(content_type: str) -
         part("b", 'form-data; name="mo\\del"'),
         part("b", 'form-data; name="x', 'y"; name="model"'),
         part("b", 'form-data; name="x"', 'Content-Disposition: form-data; name="model"'),
+        part("b", 'form-data; name="model"', 'content-disposition: form-data; name="x"'),
         part("b", 'form-data; x="', ' "; name="model"'),
         part("b", 'form-data; NAME="model"'),
         part("b", 'form-data; name="model"; filename=""'),
@@ -135,6 +136,10 @@ def test_a_content_type_without_a_plain_boundary_is_refused(content_type: str) -
         part("b").replace(b"\r\n", b"\n"),
         part(
             "b\n--" + BOUNDARY + '\nContent-Disposition: form-data; name="model"\n\nc', 'form-data; name="x"'
+        ),
+        part(
+            "b\n--" + BOUNDARY + '\r\nContent-Disposition: form-data; name="x"\r\n\r\nc',
+            'form-data; name="x"',
         ),
         part("b").replace(b"\r\n", b" \t\r\n", 1),
         part("b").replace(b"\r\n", b"junk\r\n", 1),
@@ -168,6 +173,8 @@ def test_no_second_model_slips_by(other: bytes) -> None:
         form(part("a", 'form-data; name="model"', "x" * 9000 + ": y")),
         form(part("a", 'form-data; name="model"', "no colon")),
         form(part("a", 'form-data; name="mo\0del"')),
+        form(part("a")[:-2].removesuffix(b"a")),
+        form(f"--{BOUNDARY}\r\nContent-Disposition: form-data; name=x\r\n".encode(), part("a")),
         form(part("a", "form-data")),
         form(part("a", 'form-data; name="model" garbage')),
         form(part("a", 'form-data; name="model')),
