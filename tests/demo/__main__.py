@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -111,10 +112,13 @@ async def demo(options: argparse.Namespace, console: Console) -> None:
         stack.push_async_callback(clients.close)
         rows = Rows(console, clients.jobs)
         tail = Tail(records)
-        console.print(f"serving on {url}; config and records in {folder}\n", style="dim", soft_wrap=True)
+        where = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
+        console.print(f"serving on {url}; config and records in {where}\n", style="dim", soft_wrap=True)
         rows.header()
         await show_traffic(options.seconds, clients, rows, tail, gateway)
         epilogue(console, rows, clients, url, admin_port)
+        if options.svg:
+            save_picture(console, options.svg)
         while not options.exit:
             show(rows, tail, gateway)
             await asyncio.sleep(LOOK)
@@ -127,7 +131,8 @@ async def show_traffic(
     console = rows.console
     loop = asyncio.get_running_loop()
     start = loop.time()
-    live = Live(console=console, transient=True, refresh_per_second=8) if console.is_terminal else None
+    status_line = console.is_terminal and not console.record  # a record would keep each of its states
+    live = Live(console=console, transient=True, refresh_per_second=8) if status_line else None
     work = loop.create_task(traffic.run(clients, seconds))
     try:
         with live or contextlib.nullcontext():
@@ -179,6 +184,12 @@ def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, a
     console.print()
 
 
+def save_picture(console: Console, path: Path) -> None:
+    """What was printed, as SVG that asks nobody for fonts."""
+    picture = console.export_svg(title="make demo", clear=False)
+    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+
+
 # -- the gateway ---------------------------------------------------------------------------------------------
 
 
@@ -228,7 +239,8 @@ async def until_stopped(options: argparse.Namespace, console: Console) -> None:
     loop = asyncio.get_running_loop()
     work = loop.create_task(demo(options, console))
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(sign, work.cancel)
+        if sign is not signal.SIGHUP or signal.getsignal(sign) is not signal.SIG_IGN:  # nohup stays nohup
+            loop.add_signal_handler(sign, work.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         await work
 
@@ -242,9 +254,12 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=default_port, help="of the gateway; 0: any that is free")
     parser.add_argument("--seconds", type=float, default=30.0, help="of traffic (default 30)")
     parser.add_argument("--exit", action="store_true", help="end after the traffic, do not keep serving")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also save what was shown as a picture")
     options = parser.parse_args()
     console = Console(highlight=False)
-    if not console.is_terminal:
+    if options.svg:
+        console = Console(highlight=False, width=PLAIN_WIDTH, force_terminal=True, record=True)
+    elif not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
     try:
         asyncio.run(until_stopped(options, console))
