@@ -112,7 +112,7 @@ async def demo(options: argparse.Namespace, console: Console) -> None:
         stack.push_async_callback(clients.close)
         rows = Rows(console, clients.jobs)
         tail = Tail(records)
-        where = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
+        where = from_here(folder)
         console.print(f"serving on {url}; config and records in {where}\n", style="dim", soft_wrap=True)
         rows.header()
         await show_traffic(options.seconds, clients, rows, tail, gateway)
@@ -182,6 +182,11 @@ def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, a
     ):
         console.print(f"  {line}", soft_wrap=True, markup=False, highlight=False)
     console.print()
+
+
+def from_here(path: Path) -> Path:
+    """The path as one would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def save_picture(console: Console, path: Path) -> None:
