@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 
 from policies.engine.batch import Batch, Sequence
-from policies.engine.cache import BlockCache
 from policies.engine.decoding import Decoding
 from policies.engine.rates import Rates
+from policies.engine.seats import Seats
 from policies.engine.values import (
     EngineConfig,
     EngineStats,
@@ -35,7 +35,7 @@ class Engine:
         self.profile = profile
         self.config = config or EngineConfig(profile.kv_tokens, own.max_num_seqs, own.batched_tokens)
         self._rates = Rates(profile, self.config.block_tokens, self.config.batched_tokens)
-        self._cache = BlockCache(self.config.blocks, remember=self.config.prefix_caching)
+        self._seats = Seats(self.config)
         self._decoding = Decoding(self.config.block_tokens)
         self._waiting: deque[Sequence] = deque()
         self._batch = Batch(self._rates)
@@ -46,13 +46,13 @@ class Engine:
         self._steps_per_second = self._work_per_second = 0.0
         self._out: list[Event] = []
         self._ids = 0
-        self._queried = self._hit = self._preemptions = self._prompted = self._first = self._ended = 0
+        self._preemptions = self._prompted = self._first = self._ended = 0
 
     def submit(self, now: float, request: Request) -> int:
         """Queue a request; its id. ValueError if it could never fit the cache."""
         if request.output_tokens < 1 or request.prompt_tokens < 1:
             raise ValueError("a request has at least one prompt token and one output token")
-        if self._blocks(request.prompt_tokens + request.output_tokens) > self._cache.total:
+        if not self._seats.could_fit(request):
             raise ValueError("prompt and output are larger than the KV cache")
         self._run(now)
         self._ids += 1
@@ -100,7 +100,7 @@ class Engine:
     def flush_cache(self, now: float) -> None:
         """Forget every prefix that no running request holds."""
         self._run(now)
-        self._cache.flush()
+        self._seats.flush()
 
     def stats(self, now: float) -> EngineStats:
         self._run(now)
@@ -108,14 +108,15 @@ class Engine:
         return EngineStats(
             running=len(self._decoding.running) + len(self._batch.members),
             waiting=len(self._waiting),
-            kv_usage=self._cache.usage,
-            queried_tokens=self._queried,
-            hit_tokens=self._hit,
+            kv_usage=self._seats.usage,
+            queried_tokens=self._seats.queried,
+            hit_tokens=self._seats.hit,
             preemptions=self._preemptions,
             prompt_tokens=self._prompted,
             generation_tokens=self._first + tokens,
             finished=self._ended,
             steps=self._decoding.whole_steps,
+            drafts=drafts,
             drafted_tokens=drafts * self.profile.measured.speculation.draft_tokens,
             accepted_tokens=accepted,
         )
@@ -181,27 +182,14 @@ class Engine:
         self._room = False
         taken: list[Sequence] = []
         seats = self.config.max_num_seqs - len(self._decoding.running) - len(self._batch.members)
-        while self._waiting and len(taken) < seats and self._seat(self._waiting[0]):
+        while self._waiting and len(taken) < seats and self._seats.take(self._waiting[0]):
             taken.append(self._waiting.popleft())
+            self._out.append(Started(taken[-1].id, self._now, taken[-1].cached))
         if taken:
             if not self._batch.members:
                 self._batch = Batch(self._rates)
             self._batch.join(taken)
             self._paced = False
-
-    def _seat(self, sequence: Sequence) -> bool:
-        """Blocks for the whole prompt and the next token; all but the last token may come from the cache."""
-        size, tokens = self.config.block_tokens, sequence.prompt
-        known = self._hashes(sequence)[: (tokens - 1) // size]
-        hits = known[: self._cache.match(known)]
-        sequence.holding = self._cache.take(hits, self._blocks(tokens + 1) - len(hits))
-        if sequence.holding is None:
-            return False
-        sequence.cached = len(hits) * size
-        self._queried += tokens
-        self._hit += sequence.cached
-        self._out.append(Started(sequence.id, self._now, sequence.cached))
-        return True
 
     def _end_phase(self) -> None:
         sequence = self._batch.end_phase()
@@ -209,7 +197,7 @@ class Engine:
         self._room = self._room or not self._batch.phases
         if sequence is None:
             return
-        self._publish(sequence)
+        self._seats.publish(sequence)
         if sequence.done == 0:
             self._prompted += sequence.request.prompt_tokens
             self._out.append(FirstToken(sequence.id, self._now))
@@ -246,8 +234,7 @@ class Engine:
 
     def _extend(self, sequence: Sequence) -> None:
         """Another block; the youngest lose theirs until there is one."""
-        assert sequence.holding is not None
-        while not self._cache.grow(sequence.holding):
+        while not self._seats.grow(sequence):
             starting, running = self._batch.members, self._decoding.running
             youngest = starting[-1] if starting else next(reversed(running.values()))
             self._preempt(youngest)
@@ -273,7 +260,7 @@ class Engine:
         """Stop and give back blocks; the full ones stay known."""
         if sequence.id in self._decoding.running:
             self._decoding.remove(sequence)
-        self._publish(sequence)
+        self._seats.publish(sequence)
         self._give_back(sequence)
 
     def _unqueue(self, sequence: Sequence) -> None:
@@ -286,22 +273,5 @@ class Engine:
             self._room = True
 
     def _give_back(self, sequence: Sequence) -> None:
-        assert sequence.holding is not None
-        self._cache.release(sequence.holding)
-        sequence.holding = None
+        self._seats.give_back(sequence)
         self._room, self._paced = True, False
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Make its full, computed blocks known."""
-        assert sequence.holding is not None
-        full = self._hashes(sequence)[: sequence.prompt // self.config.block_tokens]
-        self._cache.publish(sequence.holding, full[len(sequence.holding.shared) :])
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_tokens)
-
-    def _hashes(self, sequence: Sequence) -> tuple[int, ...]:
-        """Of the prompt's full blocks and, if those are all hashed, of the ones that output fills."""
-        request = sequence.request
-        whole = len(request.blocks) >= request.prompt_tokens // self.config.block_tokens
-        return request.blocks + request.output_blocks if whole else request.blocks

@@ -88,7 +88,8 @@ Event = Started | FirstToken | Tokens | Preempted | Finished
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the start, and gauges. `running` counts prefill too, as vLLM does; `kv_usage` is 0..1 of
-    blocks in use (cached blocks that nobody holds are free). `steps` are decode steps."""
+    blocks in use (cached blocks that nobody holds are free). `steps` are decode steps, `drafts` those of each
+    sequence."""
 
     running: int
     waiting: int
@@ -100,5 +101,6 @@ class EngineStats:
     generation_tokens: int
     finished: int
     steps: int
+    drafts: int
     drafted_tokens: int
     accepted_tokens: int
