@@ -37,11 +37,12 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The running event loop's own time."""
+    """The running event loop's own axis. Read from the system: uvloop's `time()` moves in whole milliseconds and only
+    between iterations, too coarse for chunk gaps; both are the monotonic clock."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.now = self._loop.time
+        self.now = time.monotonic
         self.wall = time.time
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from policies import Decision, Failure, RequestFacts, Retry, RetryParams, Router, may_retry
 from proxy.access import KeyRing
-from proxy.attempt import Fault, FaultKind, Limits, Plan, Reply, Result
+from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
 from proxy.classify import Classified, Classifier
 from proxy.clock import Clock
 from proxy.config import Timeouts

@@ -71,10 +71,11 @@ class Relay:
         "_connection",
         "_dispatched_at",
         "_ended_at",
+        "_gaps",
         "_headers",
         "_headers_for",
         "_heard_at",
-        "_last_gap_at",
+        "_last_delta_at",
         "_last_sent_at",
         "_length",
         "_limits",
@@ -84,6 +85,7 @@ class Relay:
         "_plan",
         "_reader",
         "_record",
+        "_resumed_at",
         "_status",
         "_stopped",
         "_timer",
@@ -117,7 +119,9 @@ class Relay:
         self._buffered = 0
         self._paused_at: float | None = None
         self._ended_at: float | None = None
-        self._last_gap_at = self._heard_at = 0.0
+        self._gaps = record.gaps
+        self._last_delta_at: float | None = None
+        self._heard_at = self._resumed_at = 0.0
         self._stopped = False
         self._timer: Timer | None = None
         self.events_sent = False
@@ -143,7 +147,7 @@ class Relay:
             self._timer = None
         self._answer.watch(None, None)
         self._connection.detach()
-        self._take_usage()
+        self._note()
 
     def interrupt(self, message: str) -> None:
         """The gateway stops: end the attempt with a fault."""
@@ -172,41 +176,48 @@ class Relay:
             self._mode = _Mode.PIPE if length is None or length > 0 else _Mode.BUFFER
 
     def data(self, piece: bytes) -> None:
-        now = self._now()
-        record = self._record
-        record.last_upstream_at = self._heard_at = now
-        if self._mode is _Mode.STREAM:
-            reader = self._reader
-            assert reader is not None
-            try:
-                out = reader.feed(piece)
-            except MalformedStream as exc:
-                self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
-                return
-            if out:
-                answer = self._answer
-                if self.events_sent:
-                    answer.push(out)
-                elif not reader.events:
-                    self._buffer.append(out)  # comments before the first event commit nothing
-                else:
-                    self._commit(b"".join((*self._buffer, out)))
-                self._last_sent_at = now
-            if reader.content:
-                reader.content = False
-                if record.first_delta_at is None:
-                    record.first_delta_at = now
-                else:
-                    record.gaps.add(now - self._last_gap_at)
-                record.last_delta_at = self._last_gap_at = now
-            if reader.error is not None:
-                kind, outcome = FaultKind.ERROR_EVENT, Outcome.UPSTREAM_ERROR
-                self._finish(
-                    Result(fault=Fault(kind, outcome, "the backend reported an error", reader.error))
-                )
-            elif reader.ended or reader.finish_reason == "abort":
-                self._ended(now)
-        elif self._mode is _Mode.BUFFER:
+        reader = self._reader
+        if reader is None:
+            self._unread(piece)
+            return
+        now = self._heard_at = self._now()
+        try:
+            out = reader.feed(piece)
+        except MalformedStream as exc:
+            self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
+            return
+        if out:
+            if self.events_sent:
+                self._answer.push(out)
+            elif reader.events:
+                self._commit(b"".join((*self._buffer, out)))
+            else:
+                self._buffer.append(out)  # comments before the first event commit nothing
+            self._last_sent_at = now
+        if reader.content:
+            reader.content = False
+            if self._last_delta_at is None:
+                self._record.first_delta_at = now
+            else:
+                self._gaps.add(now - self._last_delta_at)
+            self._last_delta_at = now
+        if reader.notable:
+            self._act(reader, now)
+
+    def _act(self, reader: StreamReader, now: float) -> None:
+        """An error, an abort or the end mark came."""
+        reader.notable = False
+        if reader.error is not None:
+            message = "the backend reported an error"
+            fault = Fault(FaultKind.ERROR_EVENT, Outcome.UPSTREAM_ERROR, message, reader.error)
+            self._finish(Result(fault=fault))
+        else:
+            self._ended(now)
+
+    def _unread(self, piece: bytes) -> None:
+        """A piece of an answer that is no event stream of ours."""
+        self._heard_at = self._now()
+        if self._mode is _Mode.BUFFER:
             self._buffer.append(piece)
             self._buffered += len(piece)
             if self._buffered > MAX_BUFFERED_BYTES:
@@ -217,8 +228,7 @@ class Relay:
             self._answer.push(piece)
 
     def end(self) -> None:
-        now = self._now()
-        self._record.last_upstream_at = now
+        self._heard_at = self._now()
         if self._mode is _Mode.BUFFER:
             self._connection.release()
             body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
@@ -300,11 +310,14 @@ class Relay:
         self.stop()
         self.done.set_result(result)
 
-    def _take_usage(self) -> None:
-        reader = self._reader
+    def _note(self) -> None:
+        """Put into the record what was seen, however the attempt ended."""
+        record, reader = self._record, self._reader
+        if self._mode is not _Mode.WAITING:
+            record.last_upstream_at = self._heard_at
+        record.last_delta_at = self._last_delta_at
         if reader is None:
             return
-        record = self._record
         usage = read_usage(reader.usage)
         record.prompt_tokens, record.completion_tokens = usage.prompt, usage.completion
         record.cached_tokens, record.finish_reason = usage.cached, reader.finish_reason
@@ -334,7 +347,7 @@ class Relay:
 
     def _client_resumed(self) -> None:
         self._paused_at = None
-        self._heard_at = self._now()  # the silence was the client's, not the backend's
+        self._resumed_at = self._now()  # the silence was the client's, not the backend's
         if self._connection.transport is not None:
             self._connection.transport.resume_reading()
 
@@ -346,7 +359,7 @@ class Relay:
         elif self._paused_at is not None:
             out.append((self._paused_at + limits.client_idle, self._client_idle))
         elif self.events_sent:
-            out.append((self._heard_at + limits.gap, self._gap_exceeded))
+            out.append((max(self._heard_at, self._resumed_at) + limits.gap, self._gap_exceeded))
         elif self._plan.stream:
             out.append((self._dispatched_at + limits.first, self._first_exceeded))
         if self._plan.stream and limits.keepalive_after and self._ended_at is None:

@@ -45,6 +45,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_head_ready",
         "_headers",
         "_interim",
+        "_own_pieces",
         "_parser",
         "_pieces",
         "_pool",
@@ -54,16 +55,19 @@ class UpstreamConnection(asyncio.Protocol):
         "_surplus",
         "answered",
         "idle_since",
+        "on_body",
         "reused",
         "transport",
     )
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
+        self._pieces: list[bytes] = []
+        # The parser calls `on_body` for every piece: a list's own method, so that no Python runs for it.
+        self.on_body = self._pieces.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._headers: Headers = []
-        self._pieces: list[bytes] = []
         self._status = 0
         self._head_bytes = 0
         self._head_ready = self._complete = self._interim = self._surplus = False
@@ -137,7 +141,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._deliver(sink)  # what came before the fault is part of the answer
             self._fail(f"not HTTP: {exc}", malformed=True)
             return
-        self._deliver(sink)
+        pieces = self._pieces
+        if len(pieces) == 1 and not self._head_ready and not self._complete:
+            sink.data(pieces.pop())  # mid-body, one piece a read: nearly every chunk of a stream
+        else:
+            self._deliver(sink)
 
     def eof_received(self) -> bool:
         return False
@@ -158,8 +166,9 @@ class UpstreamConnection(asyncio.Protocol):
     # -- httptools ----------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._complete:
+        if self._complete and not self._surplus:
             self._surplus = True
+            self._own_pieces = len(self._pieces)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
@@ -183,10 +192,6 @@ class UpstreamConnection(asyncio.Protocol):
         bodyless = status in (204, 304)
         self._at_eof = not bodyless and b"content-length" not in names and b"transfer-encoding" not in names
 
-    def on_body(self, body: bytes) -> None:
-        if not self._surplus:
-            self._pieces.append(body)
-
     def on_message_complete(self) -> None:
         if self._interim:
             self._interim = False
@@ -203,6 +208,8 @@ class UpstreamConnection(asyncio.Protocol):
             self._head_ready = False
             sink.head(self._status, self._headers)
         pieces = self._pieces
+        if self._surplus:
+            del pieces[self._own_pieces :]
         if pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from operator import is_
 from typing import Any
 
 import orjson
@@ -46,15 +47,19 @@ class StreamReader:
     __slots__ = (
         "_head",
         "_head_out",
+        "_held",
         "_splitter",
+        "_start",
         "_swap",
         "_tail",
+        "_tail_length",
         "_tail_out",
         "content",
         "ended",
         "error",
         "events",
         "finish_reason",
+        "notable",
         "response_id",
         "usage",
     )
@@ -68,11 +73,15 @@ class StreamReader:
         self._head = _NEVER
         self._tail = b""
         self._head_out = self._tail_out = b""
+        self._start = self._tail_length = 0
+        self._held = False  # part of an event waits in the splitter
         self._swap = model_swap
         self.content = False
         """A content-bearing delta came since the relay last reset this."""
+        self.notable = False
+        """Something happened that the relay must act on: an error, an abort, the end mark."""
         self.events = 0
-        """Events seen, comments not counted."""
+        """Events parsed: at least one when any came, comments not counted."""
         self.ended = False
         """The protocol's own end mark was seen ([DONE], message_stop, response.completed …)."""
         self.error: Any = None
@@ -86,31 +95,45 @@ class StreamReader:
         return self._splitter.pending
 
     def feed(self, data: bytes) -> bytes:
-        # The hot path: one whole event of the shape last learned. See rule 2.
-        if data.startswith(self._head) and data.endswith(self._tail) and not self._splitter.pending:
-            start, stop = len(self._head), len(data) - len(self._tail)
-            # A quote or line end inside would be structure; a last backslash would escape the tail's quote.
-            plain = start < stop and data.find(b'"', start, stop) < 0 and data.find(b"\n", start, stop) < 0
-            if plain and data[stop - 1] != _BACKSLASH:
-                self.content = True
-                if self._swap is None:
-                    return data
-                return self._head_out + data[start:stop] + self._tail_out
-        splitter = self._splitter
-        aligned = not splitter.pending
+        if not self._held:
+            out = self._known(data)
+            if out is not None:
+                return out
+        return self._feed(data)
+
+    def _known(self, event: bytes) -> bytes | None:
+        """The bytes to forward for one whole event of the shape last learned, else None. See rule 2."""
+        if not (event.startswith(self._head) and event.endswith(self._tail)):
+            return None
+        start, stop = self._start, len(event) - self._tail_length
+        # A quote or line end inside would be structure; a last backslash would escape the tail's quote.
+        if (
+            start >= stop
+            or event.find(b'"', start, stop) >= 0
+            or event.find(b"\n", start, stop) >= 0
+            or event[stop - 1] == _BACKSLASH
+        ):
+            return None
+        self.content = True
+        if self._swap is None:
+            return event
+        return self._head_out + event[start:stop] + self._tail_out
+
+    def _feed(self, data: bytes) -> bytes:
+        """Any number of events, cut anywhere."""
+        aligned = not self._held
         try:
-            events = splitter.feed(data)
+            events = self._splitter.feed(data)
         except EventTooLong as exc:
             raise MalformedStream(str(exc)) from None
-        changed = False
+        self._held = bool(self._splitter.pending)
         outs = []
         for event in events:
-            out = self._event(event)
-            changed = changed or out is not event
-            outs.append(out)
+            out = self._known(event)  # several events in one read: a burst, or llama-server's habit
+            outs.append(self._event(event) if out is None else out)
             if self.error is not None:
                 break  # whatever follows an error is not part of the answer
-        if aligned and not changed and not splitter.pending:
+        if aligned and not self._held and all(map(is_, outs, events)) and len(outs) == len(events):
             return data
         return b"".join(outs)
 
@@ -121,7 +144,7 @@ class StreamReader:
             return event
         if data.startswith(_DONE):
             self.events += 1
-            self.ended = True
+            self.ended = self.notable = True
             return self._done(event)
         payload = _decode(data)
         if not isinstance(payload, dict):
@@ -134,6 +157,7 @@ class StreamReader:
             or payload.get("type") == "error"
         ):
             self.error = payload
+            self.notable = True
             return b""
         keep, teach = self._read(payload)
         if not keep:
@@ -171,6 +195,7 @@ class StreamReader:
             if rest is None or rest.end() == at + 1:
                 continue  # empty: not the leaf that carries content
             self._head, self._tail = event[:at], event[rest.end() - 1 :]
+            self._start, self._tail_length = at, len(self._tail)
             if self._swap is not None:
                 length = rest.end() - 1 - at
                 head = swap_model(self._head, *self._swap)
@@ -224,6 +249,7 @@ class ChatStream(StreamReader):
             if finish == "abort":
                 # vLLM's clean-looking end of what it gives up; see `aborted`.
                 self.finish[index] = self.finish_reason = finish
+                self.notable = True
                 return False, False
             if finish:
                 plain = False
@@ -296,7 +322,7 @@ class MessagesStream(StreamReader):
             self.finish_reason = (payload.get("delta") or {}).get("stop_reason") or self.finish_reason
             self.usage = {**(self.usage or {}), **(payload.get("usage") or {})}
         elif kind == "message_stop":
-            self.ended = True
+            self.ended = self.notable = True
         elif kind is None:
             raise MalformedStream("an event without type")
         return True, False
@@ -329,7 +355,7 @@ class ResponsesStream(StreamReader):
             self.response_id = (payload.get("response") or {}).get("id") or self.response_id
         elif kind in ("response.completed", "response.incomplete", "response.failed", "response.cancelled"):
             response = payload.get("response") or {}
-            self.ended = True
+            self.ended = self.notable = True
             self.usage = response.get("usage") or self.usage
             self.finish_reason = response.get("status") or kind.removeprefix("response.")
         return True, False

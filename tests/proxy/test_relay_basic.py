@@ -1,5 +1,5 @@
 from tests.proxy.conftest import MakeGateway
-from tests.scripted import ScriptedBackend, chat_json, chat_stream
+from tests.scripted import ScriptedBackend
 
 
 async def test_a_chat_goes_through(make_gateway: MakeGateway, backend: ScriptedBackend) -> None:
