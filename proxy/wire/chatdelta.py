@@ -27,7 +27,7 @@ from proxy.wire.toolevents import (
 )
 from proxy.wire.toolparsed import CallDelta
 from proxy.wire.toolrender import Renderer, ToolFormat, renderer
-from proxy.wire.toolxml import only_closers
+from proxy.wire.toolxml import leftovers
 
 VOID = frozenset({"", "null", "none", "None"})
 THOUGHTS = ("reasoning", "reasoning_content")
@@ -130,7 +130,9 @@ class ChatStream:
         delta = choice.get("delta")
         delta = delta if isinstance(delta, dict) else {}
         events, same = read_delta(state, delta, self.shape)
-        if choice.get("finish_reason"):
+        if choice.get("finish_reason") == "":
+            same = False
+        elif choice.get("finish_reason"):
             state.held = _Held(events, same, chunk, choice, raw)
             self._waiting = True
             return False
@@ -305,10 +307,10 @@ def repair_choice(
     calls = message.get("tool_calls")
     calls = calls if isinstance(calls, list) else []
     text = message.get("content")
-    leaked = bool(calls) and engine.armed and isinstance(text, str) and bool(text) and only_closers(text)
+    leaked = leftovers(text) if calls and engine.armed and isinstance(text, str) and text else 0
     source = {key: message.get(key) for key in (*THOUGHTS, "content")}
     if leaked:
-        source["content"] = ""
+        source["content"] = str(text)[leaked:]
         engine.counters.repaired_leaks += 1
     events, same = read_delta(state, source, shape)
     for entry in calls:

@@ -223,6 +223,23 @@ def join_surrogates(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "ignore")
 
 
+class Joiner:
+    """Puts halves of surrogate pairs together over deltas; the same object back where nothing changes."""
+
+    __slots__ = ("half",)
+
+    def __init__(self) -> None:
+        self.half = ""
+
+    def join(self, text: str) -> str:
+        if not text or not (self.half or (not text.isascii() and SURROGATE.search(text))):
+            return text
+        text, self.half = self.half + text, ""
+        if "\ud800" <= text[-1] <= "\udbff":
+            text, self.half = text[:-1], text[-1]
+        return join_surrogates(text)
+
+
 def scalar(spec: Spec, text: str) -> str | None:
     """`text` as the JSON text of a null, number or boolean that `spec` allows; None if it is none of them."""
     word = text.strip()
@@ -306,7 +323,7 @@ class Toolset:
 
     def may_become(self, written: str) -> bool:
         """Whether more text could still make a declared name of this."""
-        name = written.lstrip().lstrip("\"'`")
+        name = written.strip().strip("\"'`").rstrip("/ \t")
         if any(known.startswith(name) for known in self.by_name):
             return True
         bare = next((name[len(p) :] for p in NAME_PREFIXES if name.startswith(p)), None)

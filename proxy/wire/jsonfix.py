@@ -14,6 +14,7 @@ or -1 to wait for more from where it was; what waits is bounded.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from proxy.wire.coerce import ANY, MAX_DIGITS, NUMBER, Spec, quote, scalar
 from proxy.wire.jsonstring import BLANK, End, StringReader, read_word
 
 ODD = re.compile(r'["\\\x00-\x1f]')  # what a stream of string content must not hold to pass as it is
+SOUND = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt])*+\Z')  # whole string content that passes
 BARE = re.compile(r"[^,}\]\n\r]*")
 WORD_KEY = re.compile(r"([A-Za-z_$][\w$.-]{0,63})\s*(:)?")
 MAX_WORD = 8192  # characters of a value without quotes
@@ -64,6 +66,7 @@ class JsonRewriter(StringReader):
         "duplicates",
         "failures",
         "held",
+        "plain",
         "suspected",
     )
 
@@ -79,20 +82,23 @@ class JsonRewriter(StringReader):
         self._token = ""
         self._sent = 0
         self.held = ""
+        self.plain = False  # inside a string that leaves as it comes
         self.done = self.broken = False
         self.failures = self.duplicates = self.suspected = 0
 
-    def streaming(self) -> bool:
-        """True inside a string that leaves as it comes."""
-        return self._state == self._string and self._capture is None and not (self._mute or self._as_text)
-
     def feed(self, text: str) -> str:
         """The valid JSON that `text` completes; what follows the value stays in `held`."""
-        if not self.held and self._quote == '"' and self.streaming() and not ODD.search(text):
+        if self.plain and not ODD.search(text):
             return text
         buffer = self.held + text
         index = self.step(buffer, 0, End.MORE)
         self.held = "" if self.broken else buffer[index:]
+        self.plain = (
+            self._state == self._string
+            and self._quote == '"'
+            and self._capture is None
+            and not (self.held or self._mute or self._as_text)
+        )
         return self.take()
 
     def take(self) -> str:
@@ -393,6 +399,8 @@ def _composite(spec: Spec, text: str, nested: int) -> str | None:
     if text[:1] in "\"'" and text[:1] and nested < 3:
         inner = decode_string(text)
         return None if inner is None else _accept(convert(spec, inner, nested=nested + 1))
+    if "string" in spec.types and not is_literal(text):
+        return None  # where text will do, nothing is guessed
     opener = text[:1]
     if opener not in ("{", "[") or not spec.accepts("object" if opener == "{" else "array"):
         return None
@@ -403,6 +411,20 @@ def _composite(spec: Spec, text: str, nested: int) -> str | None:
         rewriter.finish()
     rest = text[end:].strip() if rewriter.done else ""
     return None if rewriter.broken or rest.strip("}]") else rewriter.take()
+
+
+def is_literal(text: str) -> bool:
+    """Whether a text is sound JSON or a sound Python literal."""
+    try:
+        json.loads(text, strict=False)
+        return True
+    except (ValueError, RecursionError):
+        pass
+    try:
+        ast.literal_eval(text)
+        return True
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
 
 
 def _accept(result: tuple[str, bool]) -> str | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-MARKS = re.compile(r"\n|`+|~+|[^\n`~]+")
+MARKS = re.compile(r"`+|~+|[^`~]+")
+FENCE_LINE = re.compile(r"^[^\S\n]*(`{3,}|~{3,})([^\n]*)\n", re.MULTILINE)
 INFO = 80  # characters of a fence line that are kept
 
 
@@ -28,6 +29,11 @@ class Markdown:
         self._info = ""  # what follows them
         self._plain = False  # the line begins with something else
         self.line_start = True
+
+    @property
+    def settled(self) -> bool:
+        """True when text without marks or newlines changes nothing at all."""
+        return self._plain and not self.line_start
 
     @property
     def quiet(self) -> bool:
@@ -53,16 +59,26 @@ class Markdown:
         self._plain = self._plain or not text.isspace()
 
     def advance(self, text: str) -> None:
-        if not text:
-            return
         if self.quiet and "`" not in text and "~" not in text:
-            self.skip(text)
+            if text:
+                self.skip(text)
             return
-        for mark in MARKS.findall(text):
-            if mark == "\n":
-                self._newline()
-            else:
-                self._piece(mark)
+        first = text.find("\n")
+        if first < 0:
+            self._line(text)
+            return
+        self._line(text[:first])
+        self._newline()
+        last = text.rfind("\n") + 1
+        for fence in FENCE_LINE.finditer(text, first + 1, last):  # of whole lines only fences have an effect
+            marks = fence.group(1)
+            self._char, self._count, self._info = marks[0], len(marks), fence.group(2)[:INFO]
+            self._newline()
+        self._line(text[last:])
+
+    def _line(self, text: str) -> None:
+        for piece in MARKS.findall(text):
+            self._piece(piece)
 
     def _piece(self, piece: str) -> None:
         self.line_start = False

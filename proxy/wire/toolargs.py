@@ -18,7 +18,6 @@ from proxy.wire.toolxml import XmlCall
 
 UNDECIDED = re.compile(r"\{\s*(?:\"(?:n(?:a(?:m(?:e\"?)?)?)?)?)?\s*\Z")
 ENVELOPE = re.compile(r"\{\s*\"name\"\s*:")
-FENCED = re.compile(r"\s*```\w*\s*(.*?)\s*(?:```\s*)?\Z", re.DOTALL)
 FUNCTION = re.compile(r"<function(?:\s+name)?\s*=\s*[\"']?[^>\n<]*>?")
 
 
@@ -121,8 +120,10 @@ def unwrap(raw: str, tool: Tool, tools: Toolset, nested: int = 0) -> str | None:
     )
     if tag >= 0:
         return _markup(text[tag:], tool, tools, nested)
-    fenced = FENCED.match(text)
-    return unwrap(fenced.group(1), tool, tools, nested + 1) if fenced else None
+    if not text.startswith("```"):
+        return None
+    fenced = text.partition("\n")[2] if "\n" in text else text[3:]
+    return unwrap(fenced.rstrip().rstrip("`"), tool, tools, nested + 1)
 
 
 def _object(text: str, tool: Tool) -> str | None:

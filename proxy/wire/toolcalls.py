@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from proxy.wire.coerce import SURROGATE, Tool, Toolset, join_surrogates
+from proxy.wire.coerce import SURROGATE, Joiner, Tool, Toolset
+from proxy.wire.jsonfix import SOUND, JsonRewriter
 from proxy.wire.jsonstring import End
 from proxy.wire.toolevents import (
     PASS,
@@ -29,7 +30,9 @@ from proxy.wire.toolevents import (
 from proxy.wire.toolparsed import CallDelta, ParsedCalls
 from proxy.wire.tooltext import TextMachine
 from proxy.wire.toolthink import Thinking
+from proxy.wire.toolxml import XmlCall
 
+new_event = tuple.__new__  # what the event classes do, without their argument handling
 NATURAL = frozenset({"stop", "tool_calls", "function_call"})
 
 
@@ -91,7 +94,7 @@ class ToolEngine:
         self._new_id = new_id
         self._reasoning_is_content = reasoning_is_content
         self._exact = exact
-        self._half = ""  # the first half of a surrogate pair
+        self._joiner = Joiner()
         guided = choice.mode in ("required", "named")
         self._text = TextMachine(
             tools,
@@ -104,6 +107,13 @@ class ToolEngine:
         self._thinking = Thinking(tools)
         self._parsed = ParsedCalls(tools, choice.named, self._take_id, self.counters, exact=exact)
         self._ids: set[str] = set()
+        self._quick = False  # the three ways of `content`, see `_aim`
+        self._stream: XmlCall | None = None
+        self._place = 0
+        self._slot = -1  # the short way of `call`: more of a parsed string argument
+        self._reader: JsonRewriter | None = None
+        self._slot_parts: list[str] = []
+        self._parts: list[str] = []
         self.finished = False
 
     @property
@@ -115,22 +125,38 @@ class ToolEngine:
 
     def content(self, text: str) -> list[Event] | Pass:
         """More of the answer's text."""
-        if not self.armed:
+        stream = self._stream
+        if stream is not None:
+            if "<" not in text and text:
+                # printable text without quotes and backslashes is its own JSON
+                if text.isprintable() and not (stream.newline or '"' in text or "\\" in text):
+                    stream.prev = "."
+                elif text.isascii() or not SURROGATE.search(text):
+                    text = stream.more(text)
+                    if not text:
+                        return []
+                else:
+                    return self._steer(text)
+                self._parts.append(text)
+                return [new_event(CallArguments, (self._place, text))]
+        elif (self._quick and "<" not in text and "`" not in text and "~" not in text) and (
+            text.isascii() or not SURROGATE.search(text)
+        ):
+            if "\n" in text or not self._text.settled:
+                self._text.skip(text)
             return PASS
-        machine, thinking = self._text, self._thinking
-        if text.isascii() and not (self._half or thinking.held):
-            if machine.idle and machine.passes(text):
-                return PASS
-            if (event := machine.fast(text) if text else None) is not None:
-                self.calls[event.call].parts.append(event.text)
-                return [event]
-        if not text:
-            return PASS
-        return self._slow_content(text)
+        return self._steer(text) if self.armed and text else PASS
+
+    def _steer(self, text: str) -> list[Event] | Pass:
+        """Content that needs a look; then chooses the shortest way for the next."""
+        found = self._slow_content(text)
+        self._aim()
+        return found
 
     def _slow_content(self, text: str) -> list[Event] | Pass:
-        whole = self._join(text)
+        whole = self._joiner.join(text)
         events: list[Event] = []
+        self._reader = None
         if self._thinking.held and not whole.isspace():
             events += self._release_thinking()
         if whole is text and self._text.passes(text):
@@ -141,6 +167,16 @@ class ToolEngine:
             return PASS
         return events
 
+    def _aim(self) -> None:
+        """Chooses the shortest way for the next content: text that passes, a string that streams, or neither."""
+        clear = not (self._joiner.half or self._thinking.held)
+        self._quick = clear and self._text.idle
+        streaming = self._text.streaming() if clear else None
+        self._stream = streaming[0] if streaming else None
+        if streaming:
+            self._place = streaming[1].call
+            self._parts = self.calls[self._place].parts
+
     def reasoning(self, text: str) -> list[Event] | Pass:
         """More of the answer's thinking."""
         if self._reasoning_is_content:
@@ -148,14 +184,24 @@ class ToolEngine:
             return [Content(text)] if isinstance(found, Pass) else found
         if not self.armed or not text:
             return PASS
-        whole = text if text.isascii() else self._join(text)
+        whole = self._joiner.join(text)
+        self._reader = None
         said = self._thinking.feed(whole)
+        if self._thinking.held:
+            self._aim()
         if said == text:
             return PASS
         return [Reasoning(said)] if said else []
 
     def call(self, delta: CallDelta) -> list[Event] | Pass:
         """A parsed tool delta."""
+        slot, identifier, name, text, _ = delta
+        reader = self._reader
+        if reader is not None and reader.plain and slot == self._slot and name is None is identifier:
+            plain = text.isprintable() and not ('"' in text or "\\" in text)
+            if plain or (text.isascii() and SOUND.match(text)):
+                self._slot_parts.append(text)
+                return PASS
         if not self.armed:
             self.counters.dropped += delta.id is not None or delta.name is not None
             return []
@@ -168,6 +214,11 @@ class ToolEngine:
             self._parsed.follows_parsed = True
         found, same = self._parsed.feed(delta)
         self._note(found)
+        self._aim()
+        self._slot = -1
+        self._reader = self._parsed.streaming(slot)
+        if self._reader is not None and slot is not None:
+            self._slot, self._slot_parts = slot, self.calls[slot].parts
         return PASS if same and not events else events + found
 
     def finish(self, reason: str | None) -> list[Event]:
@@ -180,7 +231,6 @@ class ToolEngine:
             return [Finish(given)] if given else []
         end = End.STOP if reason in NATURAL else End.CUT
         events: list[Event] = []
-        self._half = ""
         self._text.finish(end)
         self._collect(self._text.take(), events)
         parsed = self._parsed.finish(end)
@@ -202,15 +252,6 @@ class ToolEngine:
         return "tool_calls" if all(call.complete for call in self.calls) else "length"
 
     # Between the parts
-
-    def _join(self, text: str) -> str:
-        """Halves of surrogate pairs put together over deltas; the same object where nothing changes."""
-        if not self._half and (text.isascii() or not SURROGATE.search(text)):
-            return text
-        text, self._half = self._half + text, ""
-        if "\ud800" <= text[-1] <= "\udbff":
-            text, self._half = text[:-1], text[-1]
-        return join_surrogates(text)
 
     def _collect(self, found: list[Event], events: list[Event]) -> None:
         """Events of the text machine; thinking inside it goes the way of all thinking."""

@@ -17,6 +17,7 @@ from proxy.wire.jsonstring import BLANK, End
 
 ENVELOPE_KEY = re.compile(r"[\s,]*([\"']?)([A-Za-z_]\w{0,31})\1\s*:\s*")
 KEY_START = re.compile(r"[\s,]*(?:[\"']?(?:[A-Za-z_]\w{0,31})?[\"']?\s*)?\Z")
+SEPARATORS = re.compile(r"[\s,]*")
 NAMES = frozenset({"name", "function", "tool_name"})
 ARGUMENTS = frozenset({"arguments", "parameters", "args", "input"})
 OTHERS = frozenset({"id", "type", "call_id", "index", "tool_call_id"})
@@ -148,9 +149,9 @@ class JsonCall:
 
     def _after(self, buffer: str, index: int, end: End) -> int:
         """No key: the envelope ends here, or this is no call, or what was forgotten is forgiven."""
-        at = re.compile(r"[\s,]*").match(buffer, index).end()  # type: ignore[union-attr]
+        at = SEPARATORS.match(buffer, index).end()  # type: ignore[union-attr]
         if at >= len(buffer):
-            return index
+            return at
         if buffer[at] == "}":
             self._depth -= 1
             if not self._depth:

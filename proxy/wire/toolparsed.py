@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from proxy.wire.coerce import Tool, Toolset
+from proxy.wire.coerce import Joiner, Tool, Toolset
+from proxy.wire.jsonfix import JsonRewriter
 from proxy.wire.jsonstring import End
 from proxy.wire.toolargs import Arguments
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Counters, Event
@@ -32,7 +33,7 @@ class CallDelta(NamedTuple):
 class _Call:
     """A call as the backend tells it; `out` is its index on the way out, -1 until it was sent."""
 
-    __slots__ = ("arguments", "ended", "id", "name", "out", "waiting")
+    __slots__ = ("arguments", "ended", "id", "joiner", "name", "out", "waiting")
 
     def __init__(self) -> None:
         self.id: str | None = None
@@ -40,6 +41,7 @@ class _Call:
         self.arguments: Arguments | None = None
         self.out = -1
         self.waiting = ""  # arguments that came before the name
+        self.joiner = Joiner()
         self.ended = False
 
 
@@ -66,6 +68,11 @@ class ParsedCalls:
         self.next_index = 0
         self.follows_parsed = False
 
+    def streaming(self, slot: int | None) -> JsonRewriter | None:
+        """The reader of a call's arguments that may leave as they come, with the index they came with."""
+        call = self._by_index.get(slot) if slot is not None and self._exact else None
+        return call.arguments.rewriter if call and call.arguments and call.out == slot else None
+
     def feed(self, delta: CallDelta) -> tuple[list[Event], bool]:
         """The events of a delta, and whether they say just what it says."""
         call = self._find(delta)
@@ -78,7 +85,7 @@ class ParsedCalls:
             return [], False
         elif delta.name is not None or delta.id is not None:
             same = False
-        text = call.waiting + delta.arguments
+        text = call.waiting + call.joiner.join(delta.arguments)
         call.waiting = ""
         assert call.arguments is not None
         said = call.arguments.feed(text) if text and not call.ended else ""

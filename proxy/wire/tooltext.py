@@ -26,7 +26,9 @@ THINK, THINK_END = "<think>", "</think>"
 AFTER = ("</parameter>", "</function>", "</tool_call>", *VARIANTS, WRAPPER, *FUNCTIONS)
 GUIDED = re.compile(r"\s*(?:```\w*\s*)?(?=[\[{])")
 GUIDED_START = re.compile(r"\s*(?:`{1,2}|```\w{0,10}\s*)?\Z")
+MAYBE = re.compile(r"<(?=tool_call>|function[=> ]|/?think>|/tool_call>|[/a-z_]{0,11}\Z)")
 OBJECT = re.compile(r"[\s,\[\]]*")
+MAX_BLANK = 256  # blanks before guided JSON
 MAX_HELD = 1 << 20  # characters of a JSON call whose name has not come yet
 
 State = Callable[[str, int, End], int]
@@ -74,16 +76,23 @@ class TextMachine:
         self.forced = False  # a call was closed because the text ended
         self._begin: State = self._guided_start if guided else self._text
         self._state: State = self._think if think == "open" else self._begin
-        self.idle = False
+        self.idle = False  # plain text passes
+        self.settled = False  # plain text without newlines does not even have to be accounted for
 
     # In and out
 
     def passes(self, text: str) -> bool:
         """True, and the text is accounted for, when it leaves as it came; the caller forwards it."""
         if self.idle and "<" not in text and "`" not in text and "~" not in text:
-            self._code.skip(text)
+            if "\n" in text or not self.settled:
+                self.skip(text)
             return True
         return False
+
+    def skip(self, text: str) -> None:
+        """Accounts for text without "<", backtick or tilde."""
+        self._code.skip(text)
+        self.settled = self._code.settled
 
     def feed(self, text: str) -> None:
         if self._held:
@@ -95,12 +104,11 @@ class TextMachine:
         events, self._events = self._events, []
         return events
 
-    def fast(self, text: str) -> CallArguments | None:
-        """The event for more of a string argument that streams, when there is nothing to look at."""
-        if self._xml is None or self._held or self._start is None:
+    def streaming(self) -> tuple[XmlCall, CallStart] | None:
+        """The call and its start while a string argument leaves as it comes."""
+        if self._xml is None or self._start is None or self._held or not self._xml.plain:
             return None
-        piece = self._xml.fast(text)
-        return None if piece is None else CallArguments(self._start.call, piece)
+        return self._xml, self._start
 
     @property
     def unsaid(self) -> int:
@@ -124,6 +132,7 @@ class TextMachine:
         self.idle = (
             self._state == self._text and self.said and self._code.quiet and not (self._held or self._gap)
         )
+        self.settled = self._code.settled
 
     def finish(self, end: End) -> None:
         """The text ended, by itself or cut: everything held becomes something."""
@@ -189,6 +198,8 @@ class TextMachine:
     def _release(self, text: str) -> None:
         """What looked like a call is content, unchanged."""
         self._counters.released += 1
+        if self._raw and WRAPPER in self._raw[0]:
+            self._block = False
         self._code.advance(text)
         self._say(self._gap + text)
         self._raw, self._raw_size, self._json = [], 0, None
@@ -198,7 +209,8 @@ class TextMachine:
 
     def _text(self, buffer: str, index: int, end: End) -> int:
         self._behind = False
-        tag = buffer.find("<", index)
+        found = MAYBE.search(buffer, index)
+        tag = found.start() if found else -1
         if tag < 0:
             self._code.advance(buffer[index:])
             self._say(self._gap + buffer[index:])
@@ -308,7 +320,7 @@ class TextMachine:
         if found:
             self._begin_json(buffer[index : found.end()])
             return found.end()
-        if end is End.MORE and GUIDED_START.match(buffer, index):
+        if end is End.MORE and len(buffer) - index < MAX_BLANK and GUIDED_START.match(buffer, index):
             return index
         self._state = self._text
         return index
@@ -328,7 +340,7 @@ class TextMachine:
     def _json_open(self, buffer: str, index: int, end: End) -> int:
         """Between the opener, or the object before, and a JSON object."""
         at = OBJECT.match(buffer, index).end()  # type: ignore[union-attr]
-        if at >= len(buffer) and end is End.MORE and at - index < 256:
+        if at >= len(buffer) and end is End.MORE and at - index < MAX_BLANK:
             return index
         self._remember(buffer[index:at])
         if buffer[at : at + 1] == "{":
@@ -345,7 +357,7 @@ class TextMachine:
     def _in_json(self, buffer: str, index: int, end: End) -> int:
         call = self._json
         assert call is not None
-        reached = call.step(buffer, index, end)
+        reached = call.step(buffer, index, End.MORE)
         if call.tool is None:
             self._remember(buffer[index:reached])
             if call.rejected or self._raw_size > MAX_HELD:

@@ -9,6 +9,7 @@ value waits for its end and is converted by the schema. A parameter given twice 
 from __future__ import annotations
 
 import re
+from json.encoder import encode_basestring
 
 from proxy.wire.coerce import Spec, Tool, Toolset, quote
 from proxy.wire.jsonfix import JsonRewriter, convert
@@ -56,8 +57,6 @@ class XmlCall:
         "_key",
         "_members",
         "_muted",
-        "_newline",
-        "_prev",
         "_spec",
         "_state",
         "_tools",
@@ -67,8 +66,10 @@ class XmlCall:
         "done",
         "duplicates",
         "failures",
+        "newline",
         "out",
         "plain",
+        "prev",
         "repairs",
         "suspected",
         "tool",
@@ -85,8 +86,8 @@ class XmlCall:
         self._buffered: list[str] | None = None  # a value that waits for its end
         self._muted = False  # a parameter given again
         self._first = False  # nothing of the value was read yet
-        self._newline = ""  # the value's last newline, maybe the format's
-        self._prev = "\n"  # the character before the buffer's next one
+        self.newline = ""  # the value's last newline, maybe the format's
+        self.prev = "\n"  # the character before the buffer's next one
         self._functions = self._wrappers = 0  # quoted openers inside the value, not closed yet
         self._json: JsonRewriter | None = None
         self.out: list[str] = []
@@ -99,11 +100,13 @@ class XmlCall:
             state = self._state
             reached = state(buffer, index, end)
             if reached > index:
-                self._prev = buffer[reached - 1]
+                self.prev = buffer[reached - 1]
             if reached == index and self._state == state:
                 break
             index = reached
-        self.plain = self._state == self._value and self._buffered is None and not self._muted
+        self.plain = (
+            self._state == self._value and self._buffered is None and not (self._muted or self._first)
+        )
         return index
 
     def stop(self, end: End) -> None:
@@ -190,7 +193,7 @@ class XmlCall:
         self.duplicates += self._muted
         self._used.add(key)
         self._spec = self.tool.spec.child(key)
-        self._first, self._newline = True, ""
+        self._first, self.newline = True, ""
         self._functions = self._wrappers = 0
         self._buffered = None if self._spec.text and not self._muted else []
         if self._buffered is None:
@@ -201,19 +204,24 @@ class XmlCall:
         self.out.append(f"{', ' if self._members else '{'}{quote(self._key)}: {text}")
         self._members += 1
 
-    def fast(self, text: str) -> str | None:
-        """Argument text for a piece of a streaming string that needs no look at tags, else None."""
-        if not self.plain or self._first or self._newline or "<" in text or text[-1] == "\n":
-            return None
-        self._prev = text[-1]
-        return quote(text)[1:-1]
+    def more(self, text: str) -> str:
+        """Argument text for more of a string while `plain`: text without "<", not empty."""
+        self.prev = text[-1]
+        if self.prev == "\n":
+            piece = self.newline + text[:-1]
+            self.newline = "\n"
+            return encode_basestring(piece)[1:-1]
+        if self.newline:
+            text = self.newline + text
+            self.newline = ""
+        return encode_basestring(text)[1:-1]
 
     # A value
 
     def _value(self, buffer: str, index: int, end: End) -> int:
         if self._first and index < len(buffer):
             self._first = False
-            self._prev = "\n"
+            self.prev = "\n"
             if buffer[index] == "\n":
                 return index + 1
         start = index
@@ -222,7 +230,7 @@ class XmlCall:
             if tag < 0:
                 self._text(buffer[start:])
                 return len(buffer)
-            line = buffer[tag - 1] == "\n" if tag > start else self._prev == "\n"
+            line = buffer[tag - 1] == "\n" if tag > start else self.prev == "\n"
             verdict = self._judge(buffer, tag, line, end)
             if verdict == TEXT:
                 index = tag + 1
@@ -246,11 +254,11 @@ class XmlCall:
             self._buffered = None
             self._member('"')
         if text[-1] == "\n":
-            self._out_text(self._newline + text[:-1])
-            self._newline = "\n"
+            self._out_text(self.newline + text[:-1])
+            self.newline = "\n"
         else:
-            self._out_text(self._newline + text)
-            self._newline = ""
+            self._out_text(self.newline + text)
+            self.newline = ""
 
     def _out_text(self, text: str) -> None:
         if text:
@@ -322,10 +330,14 @@ class XmlCall:
 
     def _judge_quoted_end(self, buffer: str, at: int, end: End) -> int:
         """Inside a quoted call a closer is text, unless nothing but closers is left of the whole answer."""
+        ended, start = False, at
         while closer := ANY_CLOSER.match(buffer, at):
+            if ended and closer.group() == "</parameter>":
+                return TEXT  # the outer call's own closers follow
+            ended = ended or closer.group() == "</function>"
             at = BLANK.match(buffer, closer.end()).end()  # type: ignore[union-attr]
         rest = buffer[at : at + 32]
-        if not rest:
+        if not rest and at - start <= 2 * LOOKAHEAD:
             return WAIT if end is End.MORE else CLOSE if end is End.STOP else TEXT
         return WAIT if end is End.MORE and begins_tag(rest, CLOSERS) else TEXT
 
@@ -346,6 +358,8 @@ class XmlCall:
     def _followed(self, buffer: str, at: int, end: End, tags: tuple[str, ...]) -> int:
         """CLOSE if one of `tags`, or nothing, follows; at a cut nobody knows what would have followed."""
         after = BLANK.match(buffer, at).end()  # type: ignore[union-attr]
+        if after - at > LOOKAHEAD:
+            return TEXT
         rest = buffer[after : after + 32]
         if not rest:
             return CLOSE if end is End.STOP else WAIT
@@ -394,9 +408,10 @@ class XmlCall:
 
 
 _NULL_STARTS = frozenset(word[:size] for word in ("null", "none") for size in range(5))
-ONLY_CLOSERS = re.compile(rf"\s*>?\s*(?:</(?:parameter|function|tool_call|{FOREIGN})\s*>\s*)*\Z")
+LEFTOVERS = re.compile(rf"\s*>?\s*(?:(?:</(?:parameter|function|tool_call|{FOREIGN})\s*>\s*)+|\Z)")
 
 
-def only_closers(text: str) -> bool:
-    """Whether a text is nothing but leftovers of a call."""
-    return bool(text.strip()) and ONLY_CLOSERS.match(text) is not None
+def leftovers(text: str) -> int:
+    """Length of what a text begins with that is left over from a call before it."""
+    found = LEFTOVERS.match(text)
+    return found.end() if found and text.strip() else 0

@@ -163,12 +163,17 @@ def _recut_call(entry: dict[str, Any], cut: Callable[[str], Iterable[str]]) -> l
         return [{"tool_calls": [entry]}]
     first, *more = cut(arguments)
     head = {**entry, "function": {**entry["function"], "arguments": first}}
-    tail = [{"index": entry.get("index", 0), "function": {"arguments": piece}} for piece in more]
+    tail = [{**({"index": entry["index"]} if "index" in entry else {}), "function": {"arguments": piece}} for piece in more]
     return [{"tool_calls": [piece]} for piece in [head, *tail]]
 
 
 def every_character(text: str) -> list[str]:
     return list(text)
+
+
+def has_message(case: Case) -> bool:
+    """False where only a stream tells the order of text and parsed calls."""
+    return case.get("order") != "stream"
 
 
 def as_message(case: Case) -> Delta:
@@ -190,7 +195,7 @@ def as_message(case: Case) -> Delta:
 
 def _merge(calls: list[dict[str, Any]], entry: dict[str, Any]) -> None:
     known = next((c for c in calls if entry.get("id") and c["id"] == entry["id"]), None)
-    if known is None and not entry.get("id"):
+    if known is None and not (entry.get("id") and entry["function"].get("name")):
         known = next((c for c in reversed(calls) if c["index"] == entry.get("index", 0)), None)
     if known is None:
         calls.append({"index": entry.get("index", 0), "id": entry.get("id"), **json.loads(json.dumps(entry))})
