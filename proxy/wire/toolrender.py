@@ -16,10 +16,10 @@ from enum import StrEnum
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Content, Event, Finish
 
 STRUCTURE = re.compile(r"</(?:parameter|function|tool_call)>|\n<parameter=")
-TEXT_END = re.compile(r'["\\]')
 VALUE_MARK = re.compile(r'["{}\[\],]')
-PARTIAL_ESCAPE = re.compile(
-    r"\\(?:u[0-9a-fA-F]{0,3})?\Z|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?\Z"
+WHOLE = re.compile(  # string content up to the closing quote or an escape (or pair) that is not all there
+    r'(?:[^"\\]++|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u])))*+"
 )
 
 
@@ -171,19 +171,10 @@ class _Members:
         return key.end(), head
 
     def _string(self, buffer: str, index: int) -> tuple[int, str]:
-        stop = index
-        while (mark := TEXT_END.search(buffer, stop)) and mark.group() == "\\":
-            if mark.end() == len(buffer):
-                break
-            stop = mark.end() + 1
-        closed = mark is not None and mark.group() == '"'
-        end = mark.start() if mark is not None and closed else len(buffer)
-        chunk = buffer[index:end]
-        if not closed and (part := PARTIAL_ESCAPE.search(chunk)):
-            end, chunk = index + part.start(), chunk[: part.start()]
-        text: str = json.loads(f'"{chunk}"')
+        end = WHOLE.match(buffer, index).end()  # type: ignore[union-attr]
+        text: str = json.loads(f'"{buffer[index:end]}"')
         self._check(text)
-        if closed:
+        if buffer[end : end + 1] == '"':
             self._state = self._between
             return end + 1, text + "\n</parameter>\n"
         return (end if end > index else -1), text

@@ -57,6 +57,7 @@ class XmlCall:
         "_key",
         "_members",
         "_muted",
+        "_quoted",
         "_spec",
         "_state",
         "_tools",
@@ -89,6 +90,7 @@ class XmlCall:
         self.newline = ""  # the value's last newline, maybe the format's
         self.prev = "\n"  # the character before the buffer's next one
         self._functions = self._wrappers = 0  # quoted openers inside the value, not closed yet
+        self._quoted = False  # a parameter of the quoted call is open
         self._json: JsonRewriter | None = None
         self.out: list[str] = []
         self.done = self.complete = self.plain = False
@@ -195,6 +197,7 @@ class XmlCall:
         self._spec = self.tool.spec.child(key)
         self._first, self.newline = True, ""
         self._functions = self._wrappers = 0
+        self._quoted = False
         self._buffered = None if self._spec.text and not self._muted else []
         if self._buffered is None:
             self._member('"')
@@ -292,6 +295,7 @@ class XmlCall:
                 return TEXT
             return self._followed(buffer, tag + len("</tool_call>"), end, ("<tool_call>",))
         if buffer.startswith(("<parameter=", "<parameter "), tag):
+            self._quoted = self._quoted or (self._functions > 0 and line)
             return self._judge_parameter(buffer, tag, end) if line and not self._functions else TEXT
         if buffer.startswith("<tool_call>", tag):
             self._wrappers += line
@@ -314,8 +318,10 @@ class XmlCall:
         at = tag
         while buffer.startswith("</parameter>", at):
             at = BLANK.match(buffer, at + len("</parameter>")).end()  # type: ignore[union-attr]
-        if self._functions:
-            return self._judge_quoted_end(buffer, at, end)
+        if self._functions and self._quoted:
+            verdict = self._judge_quoted_end(buffer, at, end)
+            self._quoted = verdict != TEXT
+            return verdict
         rest = buffer[at : at + LOOKAHEAD]
         if not rest or at - tag > LOOKAHEAD:
             return CLOSE if end is not End.MORE or at - tag > LOOKAHEAD else WAIT

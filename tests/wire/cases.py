@@ -163,7 +163,10 @@ def _recut_call(entry: dict[str, Any], cut: Callable[[str], Iterable[str]]) -> l
         return [{"tool_calls": [entry]}]
     first, *more = cut(arguments)
     head = {**entry, "function": {**entry["function"], "arguments": first}}
-    tail = [{**({"index": entry["index"]} if "index" in entry else {}), "function": {"arguments": piece}} for piece in more]
+    tail = [
+        {**({"index": entry["index"]} if "index" in entry else {}), "function": {"arguments": piece}}
+        for piece in more
+    ]
     return [{"tool_calls": [piece]} for piece in [head, *tail]]
 
 
