@@ -161,9 +161,10 @@ def _stopped(pieces: list[Piece], stops: tuple[str, ...]) -> tuple[list[Piece], 
 
 
 class Cutter:
-    """Gives a plan's tokens as deltas."""
+    """Gives a plan's tokens as deltas; with `ids`, their ids too."""
 
-    def __init__(self, plan: Plan, tokenizer: Tokenizer) -> None:
+    def __init__(self, plan: Plan, tokenizer: Tokenizer, *, ids: bool) -> None:
+        self._ids = ids
         self._pieces = [(piece, piece.text.encode()) for piece in plan.pieces]
         self._tokenizer = tokenizer
         self._piece = 0
@@ -188,7 +189,8 @@ class Cutter:
             piece, data = self._pieces[self._piece]
             count = min(n, self._tokenizer.count(len(data) - self._at))
             part = data[self._at : self._at + count * width]
-            ids += self._tokenizer.encode(part)
+            if self._ids:
+                ids += self._tokenizer.encode(part)
             self._at += len(part)
             n -= count
             ended = self._at >= len(data)
@@ -204,10 +206,10 @@ class Cutter:
                 self._piece += 1
                 self._at = 0
                 self._decoder.reset()
-        if n and self._whole:
+        if n and self._whole and self._ids:
             ids.append(self._tokenizer.end_id())
         self.loose = () if deltas else tuple(ids)
-        if deltas:
+        if deltas and ids:
             deltas[0] = replace(deltas[0], ids=tuple(ids))
         return deltas
 

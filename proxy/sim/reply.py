@@ -39,7 +39,7 @@ class Choice:
         self.reply = reply
         self.index = index
         self.plan = plan
-        self.cutter = Cutter(plan, tokenizer)
+        self.cutter = Cutter(plan, tokenizer, ids=reply.ask.token_ids)
         self.spoken = False
         self.owed = 0
         self.ended = False

@@ -319,3 +319,49 @@ def test_long_outputs_cost_no_more_events_than_blocks(monkeypatch: pytest.Monkey
     engine.advance(1e6)
     assert engine.stats(1e6).finished == 2000
     assert calls["due"] < 12 * 2000
+
+
+def test_a_preempted_request_comes_before_those_that_have_not_started() -> None:
+    engine = Engine(FP8, EngineConfig(784 * 10, max_num_seqs=3))
+    for family in range(3):
+        engine.submit(0.0, request(784 * 3 - 10, 2000, family))
+    late = engine.submit(0.0, request(100, 10, family=9))
+    events = drain(engine)
+    again = [e.id for e in events if isinstance(e, Started)]
+    assert again.index(late) > max(i for i, id in enumerate(again) if id == 3)
+
+
+def test_prefill_waits_for_the_decode_steps_it_shares() -> None:
+    times = []
+    for streams in (0, 64):
+        engine = Engine(FP8)
+        for i in range(streams):
+            engine.submit(0.0, request(16, 20000, family=100 + i))
+        engine.advance(10.0)
+        id = engine.submit(10.0, request(131072, 1, family=7))
+        first = [e for e in engine.advance(60.0) if isinstance(e, FirstToken) and e.id == id]
+        assert first
+        times.append(first[0].at - 10.0)
+    step = 64 * 2.698 / FP8.aggregate_rate(64, 0)
+    assert times[1] - times[0] == pytest.approx(4 * step, rel=0.2)  # four chunks of 32768
+
+
+def test_a_seat_holds_the_prompt_and_the_next_token() -> None:
+    engine = Engine(FP8, EngineConfig(784 * 10))
+    engine.submit(0.0, request(784 * 2, 1000))
+    engine.advance(0.0)
+    assert engine.stats(0.0).kv_usage == pytest.approx(0.3)
+
+
+def test_who_comes_after_the_start_was_under_way_changes_nothing_for_who_was_first() -> None:
+    times = []
+    for late in (False, True):
+        engine, events = Engine(FP8), list[Event]()
+        engine.submit(0.0, request(65536, 1))
+        events += engine.advance(1.0)
+        if late:
+            engine.submit(1.0, request(65536, 1, family=3))
+        events += drain(engine)
+        times.append([e.at for e in events if isinstance(e, FirstToken)])
+    assert times[1][0] == pytest.approx(times[0][0])
+    assert times[1][1] == pytest.approx(2 * times[0][0], rel=0.02)
