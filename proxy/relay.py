@@ -6,7 +6,8 @@ Rules
 2. The relay never writes an error and never decides about a retry. It ends in a `Result`: whole, a `Reply` that
    nobody has sent yet, or a `Fault`. The handler turns these into what the client sees.
 3. Nothing of a stream goes out before its first event: until then another backend can still answer.
-4. One timer watches all limits. It is not moved per chunk: when it fires early it looks at the marks and sleeps on.
+4. One timer watches all limits. It is not moved per chunk: when it fires early it looks at the marks and sleeps on,
+   never for longer than the shortest limit that a chunk may set going.
 5. While the client does not read, the upstream is not read. Nothing piles up but one transport buffer.
 """
 
@@ -36,6 +37,10 @@ from proxy.wire.streams import (
 MAX_BUFFERED_BYTES = 8 * 1024 * 1024
 """An unstreamed answer up to this size is looked at before it is sent; a larger one passes unseen."""
 
+MARKS = 256
+"""Times of deltas kept before they are folded into the histogram: cheaper together, and bounded."""
+
+JSON = b"application/json"
 KEEPALIVE = b": keep-alive\n\n"
 END_GRACE = 1.0
 """Seconds a backend has to end its message after the stream's own end mark."""
@@ -68,17 +73,16 @@ class Relay:
         "_buffer",
         "_buffered",
         "_clock",
+        "_comment_at",
         "_connection",
         "_dispatched_at",
         "_ended_at",
-        "_gaps",
         "_headers",
         "_headers_for",
         "_heard_at",
-        "_last_delta_at",
-        "_last_sent_at",
         "_length",
         "_limits",
+        "_marks",
         "_mode",
         "_now",
         "_paused_at",
@@ -86,6 +90,7 @@ class Relay:
         "_reader",
         "_record",
         "_resumed_at",
+        "_shortest",
         "_status",
         "_stopped",
         "_timer",
@@ -108,7 +113,9 @@ class Relay:
         self._answer = answer
         self._record = record
         self._plan = plan
-        self._limits = plan.limits
+        limits = self._limits = plan.limits
+        # No limit that an event or a comment may bring can fall due sooner than this: see rule 4.
+        self._shortest = min(limits.gap, limits.keepalive_after or limits.gap)
         self._headers_for = headers_for
         self._mode = _Mode.WAITING
         self._reader: StreamReader | None = None
@@ -119,9 +126,9 @@ class Relay:
         self._buffered = 0
         self._paused_at: float | None = None
         self._ended_at: float | None = None
-        self._gaps = record.gaps
-        self._last_delta_at: float | None = None
+        self._marks: list[float] = []
         self._heard_at = self._resumed_at = 0.0
+        self._comment_at: float | None = None
         self._stopped = False
         self._timer: Timer | None = None
         self.events_sent = False
@@ -131,11 +138,16 @@ class Relay:
     def start(self, head: bytes, body: bytes) -> None:
         """Send the request and begin to watch."""
         now = self._now()
-        self._dispatched_at = self._last_sent_at = self._heard_at = now
+        self._dispatched_at = self._heard_at = now
         self._record.dispatched_at = now
+        if self._answer.started:  # comments of an earlier attempt
+            self._comment_at = now
         self._answer.watch(self._client_paused, self._client_resumed)
         self._connection.send(head, body, self)
-        self._arm(now)
+        if self._answer.paused:  # an earlier answer on this connection is not read yet
+            self._client_paused()
+        else:
+            self._arm(now)
 
     def stop(self) -> None:
         """Let go of both sides. Safe at any time; an unfinished exchange is cancelled at the backend."""
@@ -167,24 +179,38 @@ class Relay:
             elif lower == b"content-encoding":
                 encoded = value.strip().lower() not in (b"", b"identity")
         self._length = length
-        if status != 200 or (content_type.startswith(b"application/json") and not encoded):
-            self._mode = _Mode.BUFFER
-        elif content_type.startswith(b"text/event-stream") and not encoded:
+        known = self._plan.api is not Api.OTHER  # these answer in JSON or events, whatever they call it
+        if status == 200 and content_type.startswith(b"text/event-stream") and not encoded:
             self._reader = _reader(self._plan)
-            self._mode = _Mode.STREAM if self._reader is not None else _Mode.PIPE
+            self._mode = _Mode.STREAM if known else _Mode.PIPE
+        elif status != 200 or length == 0 or ((known or content_type.startswith(JSON)) and not encoded):
+            self._mode = _Mode.BUFFER
         else:
-            self._mode = _Mode.PIPE if length is None or length > 0 else _Mode.BUFFER
+            self._mode = _Mode.PIPE
 
     def data(self, piece: bytes) -> None:
         reader = self._reader
-        if reader is None:
+        if reader is not None and (out := reader.known(piece)) is not None:
+            # The hot path: a content delta like the last one, in a stream that has begun.
+            self._heard_at = now = self._now()
+            self._answer.push(out)
+            marks = self._marks
+            marks.append(now)
+            if len(marks) == MARKS:
+                self._fold()
+        elif reader is not None:
+            self._read(reader, piece)
+        else:
             self._unread(piece)
-            return
-        now = self._heard_at = self._now()
+
+    def _read(self, reader: StreamReader, piece: bytes) -> None:
+        """A piece of an event stream that has to be looked at."""
+        self._heard_at = now = self._now()
         try:
             out = reader.feed(piece)
         except MalformedStream as exc:
-            self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
+            if self._ended_at is None:  # what follows the end mark is not part of the answer
+                self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
             return
         if out:
             if self.events_sent:
@@ -193,26 +219,35 @@ class Relay:
                 self._commit(b"".join((*self._buffer, out)))
             else:
                 self._buffer.append(out)  # comments before the first event commit nothing
-            self._last_sent_at = now
         if reader.content:
             reader.content = False
-            if self._last_delta_at is None:
-                self._record.first_delta_at = now
-            else:
-                self._gaps.add(now - self._last_delta_at)
-            self._last_delta_at = now
+            self._marks.append(now)
+            if len(self._marks) >= MARKS:
+                self._fold()
         if reader.notable:
             self._act(reader, now)
 
     def _act(self, reader: StreamReader, now: float) -> None:
         """An error, an abort or the end mark came."""
         reader.notable = False
+        if self._ended_at is not None:
+            return
         if reader.error is not None:
             message = "the backend reported an error"
             fault = Fault(FaultKind.ERROR_EVENT, Outcome.UPSTREAM_ERROR, message, reader.error)
             self._finish(Result(fault=fault))
         else:
             self._ended(now)
+
+    def _fold(self) -> None:
+        """Times of content deltas into the record: the first, the last, the gaps between."""
+        marks, record = self._marks, self._record
+        if marks:
+            if record.first_delta_at is None:
+                record.first_delta_at = marks[0]
+            record.last_delta_at = marks[-1]
+            record.gaps.add_between(marks)
+            del marks[:-1]  # where the next gap starts
 
     def _unread(self, piece: bytes) -> None:
         """A piece of an answer that is no event stream of ours."""
@@ -221,10 +256,11 @@ class Relay:
             self._buffer.append(piece)
             self._buffered += len(piece)
             if self._buffered > MAX_BUFFERED_BYTES:
-                self._pipe()
-        else:
-            if not self.events_sent:
-                self._pipe()
+                if self._status >= 300:  # never passed on unseen: its status says enough
+                    self._finish(Result(reply=Reply(self._status, self._headers, b"")))
+                else:
+                    self._pipe()
+        elif self.events_sent or self._pipe():
             self._answer.push(piece)
 
     def end(self) -> None:
@@ -235,8 +271,8 @@ class Relay:
             self._finish(Result(reply=Reply(self._status, self._headers, body)))
             return
         if self._mode is _Mode.PIPE:
-            if not self.events_sent:
-                self._pipe()
+            if not self.events_sent and not self._pipe():
+                return
             self._connection.release()
             self._answer.finish()
             self._finish(Result())
@@ -279,25 +315,31 @@ class Relay:
         else:
             self._answer.start(200, self._headers_for(200, self._headers), None, first)
 
-    def _pipe(self) -> None:
+    def _pipe(self) -> bool:
+        """Pass the answer on unseen from here. False: comments went out, so the client reads an event stream."""
+        if self._answer.started:
+            message = "the backend answered without a readable event stream"
+            self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, message)
+            return False
         self._mode = _Mode.PIPE
         self.events_sent = True
         first = b"".join(self._buffer)
         self._buffer.clear()
         self._answer.start(self._status, self._headers_for(self._status, self._headers), self._length, first)
+        return True
 
     def _ended(self, now: float) -> None:
         """The stream's own end mark came. The backend's message normally ends in the same read."""
         reader = self._reader
         assert reader is not None
         if not reader.complete():
-            if reader.finish_reason == "abort":
+            if reader.aborted:
                 message = "the backend gave the answer up (finish_reason abort)"
                 self._fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
             else:
                 message = "the backend ended the stream before the answer was whole"
                 self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, message)
-        elif self._ended_at is None:
+        else:
             self._ended_at = now
             self._arm(now)
 
@@ -315,7 +357,7 @@ class Relay:
         record, reader = self._record, self._reader
         if self._mode is not _Mode.WAITING:
             record.last_upstream_at = self._heard_at
-        record.last_delta_at = self._last_delta_at
+        self._fold()
         if reader is None:
             return
         usage = read_usage(reader.usage)
@@ -324,8 +366,9 @@ class Relay:
 
     @property
     def in_band(self) -> bool:
-        """What was sent so far is an event stream of the endpoint: an error can be told as an event."""
-        return self._mode in (_Mode.STREAM, _Mode.WAITING)
+        """What was sent so far is an event stream of the endpoint, or comments that began one: an error can be told
+        as an event."""
+        return self._mode is _Mode.STREAM or not self.events_sent
 
     @property
     def next_sequence(self) -> int:
@@ -341,15 +384,13 @@ class Relay:
 
     def _client_paused(self) -> None:
         self._paused_at = self._now()
-        if self._connection.transport is not None:
-            self._connection.transport.pause_reading()
+        self._connection.pause()
         self._arm(self._paused_at)
 
     def _client_resumed(self) -> None:
         self._paused_at = None
         self._resumed_at = self._now()  # the silence was the client's, not the backend's
-        if self._connection.transport is not None:
-            self._connection.transport.resume_reading()
+        self._connection.resume()
 
     def _deadlines(self) -> list[tuple[float, Callable[[], None]]]:
         limits, record = self._limits, self._record
@@ -362,20 +403,27 @@ class Relay:
             out.append((max(self._heard_at, self._resumed_at) + limits.gap, self._gap_exceeded))
         elif self._plan.stream:
             out.append((self._dispatched_at + limits.first, self._first_exceeded))
-        if self._plan.stream and limits.keepalive_after and self._ended_at is None:
-            if self._answer.started:
-                due = self._last_sent_at + limits.keepalive_interval
-            else:
-                due = record.accepted_at + limits.keepalive_after
-            if self._paused_at is None and self._mode in (_Mode.WAITING, _Mode.STREAM):
-                out.append((due, self._keep_alive))
+        if self._paused_at is None and self._ended_at is None and self._takes_comments():
+            out.append((self._comment_due(), self._keep_alive))
         return out
+
+    def _takes_comments(self) -> bool:
+        plan, mode = self._plan, self._mode
+        asked = plan.stream and plan.api is not Api.OTHER and self._limits.keepalive_after > 0
+        return asked and (mode is _Mode.WAITING or mode is _Mode.STREAM)
+
+    def _comment_due(self) -> float:
+        """Silence counts from what was sent last, at first from accept."""
+        if self._comment_at is not None and not (self.events_sent and self._heard_at > self._comment_at):
+            return self._comment_at + self._limits.keepalive_interval
+        silent_since = self._heard_at if self.events_sent else self._record.accepted_at
+        return silent_since + self._limits.keepalive_after
 
     def _arm(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         due = min(when for when, _ in self._deadlines())
-        self._timer = self._clock.call_at(max(due, now), self._tick)
+        self._timer = self._clock.call_at(max(min(due, now + self._shortest), now), self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -394,7 +442,7 @@ class Relay:
             self._answer.start(200, headers, None, KEEPALIVE)
         else:
             self._answer.push(KEEPALIVE)
-        self._last_sent_at = self._now()
+        self._comment_at = self._now()
 
     def _total_exceeded(self) -> None:
         message = f"the answer took longer than {self._limits.total:g} s"

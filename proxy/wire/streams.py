@@ -94,16 +94,10 @@ class StreamReader:
     def pending(self) -> bytes:
         return self._splitter.pending
 
-    def feed(self, data: bytes) -> bytes:
-        if not self._held:
-            out = self._known(data)
-            if out is not None:
-                return out
-        return self._feed(data)
-
-    def _known(self, event: bytes) -> bytes | None:
-        """The bytes to forward for one whole event of the shape last learned, else None. See rule 2."""
-        if not (event.startswith(self._head) and event.endswith(self._tail)):
+    def known(self, event: bytes) -> bytes | None:
+        """The hot path: the bytes to forward if this is one whole content delta of the shape last learned, else None,
+        and then it is for `feed`. Changes nothing. See rule 2."""
+        if self._held or not (event.startswith(self._head) and event.endswith(self._tail)):
             return None
         start, stop = self._start, len(event) - self._tail_length
         # A quote or line end inside would be structure; a last backslash would escape the tail's quote.
@@ -114,10 +108,17 @@ class StreamReader:
             or event[stop - 1] == _BACKSLASH
         ):
             return None
-        self.content = True
         if self._swap is None:
             return event
         return self._head_out + event[start:stop] + self._tail_out
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes to forward for whatever came. Sets what the relay looks at: `content`, `notable` …"""
+        out = self.known(data)
+        if out is not None:
+            self.content = True
+            return out
+        return self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
         """Any number of events, cut anywhere."""
@@ -126,13 +127,18 @@ class StreamReader:
             events = self._splitter.feed(data)
         except EventTooLong as exc:
             raise MalformedStream(str(exc)) from None
-        self._held = bool(self._splitter.pending)
+        self._held = False
         outs = []
         for event in events:
-            out = self._known(event)  # several events in one read: a burst, or llama-server's habit
-            outs.append(self._event(event) if out is None else out)
+            out = self.known(event)  # several events in one read: a burst, or llama-server's habit
+            if out is None:
+                out = self._event(event)
+            else:
+                self.content = True
+            outs.append(out)
             if self.error is not None:
                 break  # whatever follows an error is not part of the answer
+        self._held = bool(self._splitter.pending)
         if aligned and not self._held and all(map(is_, outs, events)) and len(outs) == len(events):
             return data
         return b"".join(outs)
@@ -179,6 +185,11 @@ class StreamReader:
     def complete(self) -> bool:
         """True when the answer is whole, [DONE] or not."""
         raise NotImplementedError
+
+    @property
+    def aborted(self) -> bool:
+        """vLLM ends what it gives up with a clean-looking finish_reason "abort"."""
+        return self.finish_reason == "abort"
 
     def closing(self) -> bytes:
         """What a whole answer still lacks at its end."""
@@ -274,8 +285,7 @@ class ChatStream(StreamReader):
 
     @property
     def aborted(self) -> bool:
-        """vLLM ends what it gives up with a clean-looking finish_reason "abort"."""
-        return self.finish_reason == "abort" or "abort" in self.finish.values()
+        return super().aborted or "abort" in self.finish.values()
 
     def complete(self) -> bool:
         return bool(self.finish) and None not in self.finish.values() and not self.aborted
@@ -302,7 +312,6 @@ class MessagesStream(StreamReader):
 
     __slots__ = ()
     leaf_keys = (b"text", b"thinking", b"partial_json")
-    aborted = False
 
     def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
         kind = payload.get("type")
@@ -321,6 +330,9 @@ class MessagesStream(StreamReader):
         elif kind == "message_delta":
             self.finish_reason = (payload.get("delta") or {}).get("stop_reason") or self.finish_reason
             self.usage = {**(self.usage or {}), **(payload.get("usage") or {})}
+            if self.aborted:
+                self.notable = True
+                return False, False
         elif kind == "message_stop":
             self.ended = self.notable = True
         elif kind is None:
@@ -328,14 +340,13 @@ class MessagesStream(StreamReader):
         return True, False
 
     def complete(self) -> bool:
-        return self.ended and self.finish_reason != "abort"
+        return self.ended and not self.aborted
 
 
 class ResponsesStream(StreamReader):
     """`/v1/responses`: typed, numbered events, one of response.completed/incomplete/failed at the end."""
 
     __slots__ = ("sequence",)
-    aborted = False
 
     def __init__(self, model_swap: tuple[bytes, bytes] | None = None) -> None:
         super().__init__(model_swap)

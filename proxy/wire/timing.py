@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 # Edges of `tierline_inter_token_latency_seconds`, seconds: fine where tokens arrive, 0.2 ms to 2 s.
@@ -72,6 +72,11 @@ class GapHistogram:
         self.total += seconds
         if seconds > self.max:
             self.max = seconds
+
+    def add_between(self, times: Sequence[float]) -> None:
+        """The gaps between successive times, seconds."""
+        for before, after in pairwise(times):
+            self.add(after - before)
 
     @property
     def count(self) -> int:

@@ -36,7 +36,15 @@ def run(reader: StreamReader, chunks: list[bytes]) -> bytes:
 
 def state(reader: StreamReader) -> tuple[object, ...]:
     finish = dict(reader.finish) if isinstance(reader, ChatStream) else None
-    return (reader.ended, reader.finish_reason, reader.usage, reader.error, reader.content, finish, reader.response_id)
+    return (
+        reader.ended,
+        reader.finish_reason,
+        reader.usage,
+        reader.error,
+        reader.content,
+        finish,
+        reader.response_id,
+    )
 
 
 @pytest.mark.parametrize("capture", RECORDED, ids=str)
@@ -84,12 +92,21 @@ def test_the_learned_shape_sees_the_same_content_as_parsing_every_event(capture:
 
 def chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-    body = {"id": "c1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice], **more}
+    body = {
+        "id": "c1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+        **more,
+    }
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
-USAGE = b'data: {"id":"c1","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}\n\n'
+USAGE = (
+    b'data: {"id":"c1","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}\n\n'
+)
 
 
 @settings(max_examples=300, derandomize=True)
@@ -138,7 +155,9 @@ def test_an_error_behind_content_in_one_read_is_seen() -> None:
     ],
 )
 @pytest.mark.parametrize("reader", READERS.values())
-def test_error_events_of_every_dialect_are_kept_from_the_client(event: bytes, reader: type[StreamReader]) -> None:
+def test_error_events_of_every_dialect_are_kept_from_the_client(
+    event: bytes, reader: type[StreamReader]
+) -> None:
     stream = reader()
     assert stream.feed(event) == b""
     assert stream.error is not None
@@ -187,7 +206,10 @@ def test_usage_the_client_did_not_ask_for_is_taken_out_and_still_counted() -> No
 
 
 def test_the_public_name_replaces_the_backends_in_every_event() -> None:
-    events = [chunk({"content": text}) for text in ("a", "b", 'c "model":"m"', "d")] + [chunk({}, "stop"), DONE]
+    events = [chunk({"content": text}) for text in ("a", "b", 'c "model":"m"', "d")] + [
+        chunk({}, "stop"),
+        DONE,
+    ]
     reader = ChatStream((b"m", b"public/name"))
     out = run(reader, events)
     for event in Splitter().feed(out):
@@ -197,7 +219,9 @@ def test_the_public_name_replaces_the_backends_in_every_event() -> None:
     assert b'c \\"model\\":\\"m\\"' in out
 
 
-@pytest.mark.parametrize("data", [b"data: {\n\n", b"data: 7\n\n", b"data: []\n\n", b'data: {"choices":[7]}\n\n', b"data: {}\n\n"])
+@pytest.mark.parametrize(
+    "data", [b"data: {\n\n", b"data: 7\n\n", b"data: []\n\n", b'data: {"choices":[7]}\n\n', b"data: {}\n\n"]
+)
 def test_what_is_not_a_chunk_is_malformed(data: bytes) -> None:
     with pytest.raises(MalformedStream):
         ChatStream().feed(data)
@@ -220,10 +244,16 @@ def test_comments_pass_and_are_no_events() -> None:
     ("usage", "expected"),
     [
         ({"prompt_tokens": 9, "completion_tokens": 4, "total_tokens": 13}, Usage(9, 4, None)),
-        ({"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(9, 4, 8)),
+        (
+            {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}},
+            Usage(9, 4, 8),
+        ),
         ({"prompt_tokens": 9, "total_tokens": 9}, Usage(9, None, None)),
         ({"input_tokens": 9, "output_tokens": 4, "cache_read_input_tokens": 5}, Usage(14, 4, 5)),
-        ({"input_tokens": 9, "output_tokens": 4, "input_tokens_details": {"cached_tokens": 5}}, Usage(9, 4, 5)),
+        (
+            {"input_tokens": 9, "output_tokens": 4, "input_tokens_details": {"cached_tokens": 5}},
+            Usage(9, 4, 5),
+        ),
         ({"prompt_tokens": True, "completion_tokens": -1, "total_tokens": 1}, Usage()),
         (None, Usage()),
         ("many", Usage()),
