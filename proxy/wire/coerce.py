@@ -88,6 +88,8 @@ class Spec:
 
     def item(self, index: int) -> Spec:
         """The spec of an array's element."""
+        if not self._flat:
+            return ANY
         if self._items is None:
             self._items = Spec(self._root, list(_items(self._flat)))
         tuples = [s["prefixItems"] for s in self._flat if isinstance(s.get("prefixItems"), list)]

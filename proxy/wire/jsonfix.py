@@ -27,6 +27,7 @@ ODD = re.compile(r'["\\\x00-\x1f]')  # what a stream of string content must not 
 SOUND = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt])*+\Z')  # whole string content that passes
 BARE = re.compile(r"[^,}\]\n\r]*")
 WORD_KEY = re.compile(r"([A-Za-z_$][\w$.-]{0,63})\s*(:)?")
+MAX_DEPTH = 256  # more nesting than JSON readers take is no call
 MAX_WORD = 8192  # characters of a value without quotes
 
 State = Callable[[str, int, End], int]
@@ -178,6 +179,9 @@ class JsonRewriter(StringReader):
 
     def _open_frame(self, char: str, spec: Spec) -> None:
         array = char == "["
+        if len(self._frames) >= MAX_DEPTH:
+            self.broken = True
+            return
         if spec.types == {"string"} and not self._as_text:
             self.repairs += 1
             self._put('"')

@@ -27,6 +27,10 @@ VARIANTS = tuple(f"</{name}>" for name in FOREIGN.replace("?", "").split("|")) +
     "<|endoftext|>",
 )
 TAGS = (*CLOSERS, "<parameter=", "<parameter ", "<tool_call>", "<function=", *VARIANTS)
+VALUE_TAG = re.compile(  # in a value: a tag that matters, or what may become one
+    r"<(?:/(?:parameter|function|tool_call)>|parameter[= ]|tool_call>|function="
+    r"|\|(?:im_end|endoftext)\|>|[/a-z_|= ]{0,14}\Z)"
+)
 FOLLOWERS = ("<parameter=", "<parameter ", "</function>", "</tool_call>", *VARIANTS)
 NEXT_CALL = re.compile(r"<tool_call>\s*(?:<function=([^>\n<]*)[>\n]|[{\[])|<function=([^>\n<]*)[>\n]")
 NEXT_CALL_START = re.compile(
@@ -229,7 +233,8 @@ class XmlCall:
                 return index + 1
         start = index
         while True:
-            tag = buffer.find("<", index)
+            found = VALUE_TAG.search(buffer, index)
+            tag = found.start() if found else -1
             if tag < 0:
                 self._text(buffer[start:])
                 return len(buffer)
