@@ -1,7 +1,7 @@
 """The command line: `tierline`, and `python -m proxy`.
 
 Rules
-1. Only click is imported at the top: `--help` answers at once. The gateway, aiohttp and rich are imported by
+1. Only click is imported at the top (`proxy.sim.cli` imports no more): `--help` answers at once. The gateway, aiohttp and rich are imported by
    the command that needs them.
 2. Results go to stdout, problems and logs to stderr. Secrets go nowhere: never read from argv, never printed.
 3. Exit codes mean something (`Exit`); docs/configuration.md lists them.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import click
 
 from proxy import __version__
+from proxy.sim.cli import sim
 
 if TYPE_CHECKING:
     from proxy.config import Config
@@ -139,6 +140,9 @@ def _load(path: str) -> Config:
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(Exit.CONFIG)
+
+
+main.add_command(sim)
 
 
 # -- logging -------------------------------------------------------------------------------------------------
