@@ -76,6 +76,7 @@ class App:
             recorder=self.recorder,
         )
         self.health = HealthPoller(config, self.clock, self.pool)
+        self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
         self._sites: list[web.TCPSite] = []
         self.port = 0
@@ -84,7 +85,7 @@ class App:
     async def start(self) -> None:
         """Listen on both sides and begin to watch the backends. Raises OSError when an address cannot be had."""
         config = self.config
-        server = Server(
+        server = self._server = Server(
             self.gateway.handle,
             max_body_bytes=config.server.max_body_bytes,
             keepalive_timeout=config.server.keepalive_timeout,
@@ -120,7 +121,7 @@ class App:
     async def drain(self) -> None:
         """Accept nothing new, let what runs finish until the limit, then end it in-band."""
         gateway = self.gateway
-        gateway.draining = self.local.draining = True
+        gateway.drain()
         for site in self._sites[:1]:
             await site.stop()
         seconds = self.config.server.drain_timeout
@@ -130,10 +131,12 @@ class App:
             await self._idle(END_SECONDS)
 
     async def _idle(self, seconds: float) -> bool:
-        """Wait until no request runs; False when `seconds` were not enough."""
+        """Wait until no request runs and every answer is with its client; False when `seconds` were not enough."""
         try:
             async with self.clock.timeout_at(self.clock.now() + seconds):
                 await self.gateway.wait_idle()
+                if self._server is not None:
+                    await self._server.flush()
         except TimeoutError:
             return False
         return True
@@ -172,6 +175,7 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
         idle_seconds=config.pool.idle_seconds,
         max_idle=max_idle,
     )
+    reference, kl_bits = backend.worth
     spec = BackendSpec(
         name=backend.name,
         url=backend.url,
@@ -179,12 +183,13 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
         path_prefix=parts.path.rstrip("/").encode(),
         model=backend.model,
         key=backend.key.reveal() if backend.key is not None else None,
-        reference=backend.quality.reference,
-        kl_bits=0.0 if backend.quality.reference else backend.quality.kl_bits,
+        reference=reference,
+        kl_bits=kl_bits,
         window_tokens=backend.limits.window_tokens,
         max_in_flight=backend.limits.max_in_flight,
         kv_tokens=backend.limits.kv_tokens,
         stream_usage=backend.stream_usage,
+        profile=backend.measured,
     )
     return Backend(spec, connections)
 

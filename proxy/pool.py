@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policies.breaker import BreakerParams, Health, HealthState, on_failure, on_probe, on_success
+from policies.profile import Profile
 from policies.retry import Failure
 from policies.types import BackendView
 from proxy.clock import Clock
@@ -28,7 +29,8 @@ DEFAULT_KV_TOKENS = 131072
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
-    """What the operator configured of a backend. None: ask the backend, or a conservative default.
+    """What the operator configured of a backend. None: what the backend says, else its profile, else a conservative
+    default.
 
     host, port, tls_host, path_prefix: where to connect and what to put before every path. key: bearer for it, secret.
     """
@@ -45,6 +47,7 @@ class BackendSpec:
     max_in_flight: int | None = None
     kv_tokens: int | None = None
     stream_usage: bool = True
+    profile: Profile | None = None
 
     def __repr__(self) -> str:  # never the key
         return f"<backend {self.name} {self.url}>"
@@ -54,6 +57,8 @@ class Backend:
     """One backend, live."""
 
     __slots__ = (
+        "_kv_tokens",
+        "_max_in_flight",
         "connections",
         "draining",
         "health",
@@ -75,7 +80,11 @@ class Backend:
         self.in_flight_tokens = 0
         self.metrics: EngineMetrics | None = None
         self.polled_at: float | None = None
-        self.window_tokens = spec.window_tokens
+        profile = spec.profile
+        self.window_tokens = spec.window_tokens or (profile.window_tokens if profile is not None else None)
+        self._kv_tokens = (profile.kv_tokens if profile is not None else 0) or DEFAULT_KV_TOKENS
+        seats = profile.max_num_seqs if profile is not None else 0
+        self._max_in_flight = spec.max_in_flight or seats or DEFAULT_MAX_IN_FLIGHT
         self.served_model = spec.model
 
     @property
@@ -94,7 +103,6 @@ class Backend:
 
     def view(self, now: float) -> BackendView:
         spec, metrics = self.spec, self.metrics
-        kv_tokens = spec.kv_tokens or (metrics.kv_tokens if metrics is not None else None)
         return BackendView(
             spec.name,
             self.health.healthy,
@@ -102,8 +110,8 @@ class Backend:
             spec.reference,
             spec.kl_bits,
             self.window_tokens,
-            spec.max_in_flight or DEFAULT_MAX_IN_FLIGHT,
-            kv_tokens or DEFAULT_KV_TOKENS,
+            self._max_in_flight,
+            spec.kv_tokens or (metrics.kv_tokens if metrics is not None else None) or self._kv_tokens,
             self.in_flight,
             self.in_flight_tokens,
             metrics.running if metrics is not None else None,

@@ -170,7 +170,8 @@ def _fits(config: Config, backend: Backend, tier: str) -> bool:
     if wanted is None:
         return False
     nothing = ContextEstimate(tokens=0, low=0, high=0)
-    view = BackendView(backend.name, reference=backend.quality.reference, kl_bits=backend.quality.kl_bits)
+    reference, kl_bits = backend.worth
+    view = BackendView(backend.name, reference=reference, kl_bits=kl_bits)
     return drop_reason(RequestFacts("", wanted, nothing, 0), view, RouterParams()) is not DropReason.TIER
 
 

@@ -19,6 +19,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from policies import BreakerParams, RetryParams, RouterParams, Tier, TokenRatio
+from policies import profile as profiles
+from policies.profile import Profile
 from proxy.config import rules
 from proxy.config.values import (
     STRICT,
@@ -159,6 +161,20 @@ class Backend(Section):
     metrics_path: AbsolutePath = "/metrics"
     stream_usage: bool = True
     max_idle: CountOrNone | None = None
+
+    @property
+    def measured(self) -> Profile | None:
+        """The profile, if one is named."""
+        return profiles.get(self.profile) if self.profile in profiles.names() else None
+
+    @property
+    def worth(self) -> tuple[bool, float | None]:
+        """(reference, kl_bits): as configured, else the profile's, else unknown."""
+        if self.quality.model_fields_set or self.measured is None:
+            reference, kl_bits = self.quality.reference, self.quality.kl_bits
+        else:
+            reference, kl_bits = self.measured.quality.reference, self.measured.quality.kl_bits
+        return reference, 0.0 if reference else kl_bits
 
 
 class Model(Section):
