@@ -55,6 +55,7 @@ class XmlCall:
     __slots__ = (
         "_buffered",
         "_first",
+        "_fresh",
         "_from_json",
         "_functions",
         "_json",
@@ -85,6 +86,7 @@ class XmlCall:
         self._tools = tools
         self._state = self._between
         self._members = 0
+        self._fresh = True  # nothing but blanks came since the function tag
         self._used: set[str] = set()
         self._key = ""
         self._spec: Spec = tool.spec
@@ -141,7 +143,8 @@ class XmlCall:
         index = BLANK.match(buffer, index).end()  # type: ignore[union-attr]
         if index >= len(buffer):
             return index
-        if buffer[index] == "{" and not self._members and not self._from_json:
+        fresh, self._fresh = self._fresh, False
+        if buffer[index] == "{" and fresh:
             self._json = JsonRewriter(self.tool.spec, live=False)
             self._state = self._arguments
             self.repairs += 1
