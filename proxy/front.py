@@ -33,12 +33,35 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class ClientConnection(web.RequestHandler):
     """aiohttp's protocol, plus a word to the answer in progress when the client stops or resumes reading."""
 
-    __slots__ = ("on_pause", "on_resume")
+    __slots__ = ("_flushed", "on_pause", "on_resume")
 
     def __init__(self, manager: web.Server, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
+        self._flushed: asyncio.Future[None] | None = None
+
+    async def flush(self) -> None:
+        """Until the client's kernel has taken all that was written, or the connection is gone."""
+        transport = self.transport
+        if transport is None or transport.get_write_buffer_size() == 0:
+            return
+        self._flushed = asyncio.get_running_loop().create_future()
+        transport.set_write_buffer_limits(high=0)
+        await self._flushed
+
+    def _set_flushed(self) -> None:
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+
+    def eof_received(self) -> None:
+        """The client is gone. What it left unread would otherwise hold the connection, and the generation with it."""
+        if self.on_pause is not None and self.transport is not None:
+            self.transport.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._set_flushed()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -47,6 +70,7 @@ class ClientConnection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._set_flushed()
         if self.on_resume is not None:
             self.on_resume()
 
@@ -93,6 +117,12 @@ class Server(web.Server):
             max_line_size=16384,
             max_field_size=32768,
         )
+
+    async def flush(self) -> None:
+        """Until every client has what was written for it."""
+        for connection in self.connections:
+            if isinstance(connection, ClientConnection):
+                await connection.flush()
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
@@ -141,6 +171,10 @@ class Answer(web.StreamResponse):
     def gone(self) -> bool:
         transport = self._connection.transport
         return transport is None or transport.is_closing()
+
+    def close_behind(self) -> None:
+        """Close the connection when this answer is finished; said to the client if its head is not sent yet."""
+        self._persist = False
 
     def watch(self, on_pause: Callable[[], None] | None, on_resume: Callable[[], None] | None) -> None:
         """Be told when the client stops reading and when it goes on."""

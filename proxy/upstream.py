@@ -88,7 +88,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert self._sink is None
         self._sink = sink
         self._headers = []
-        self._head_bytes = 0
+        self._head_bytes = self._status = 0
         self._head_ready = self._complete = self._at_eof = self._reusable = self.answered = False
         if len(body) < 16384:
             transport.write(head + body)
@@ -97,14 +97,27 @@ class UpstreamConnection(asyncio.Protocol):
 
     def detach(self) -> None:
         """End the exchange from our side. Unless it was complete the connection is closed at once, so that the
-        backend stops generating."""
-        self._sink = None
-        if not self._complete:
+        backend stops generating. Nothing to do after `release` or `lost`."""
+        if self._sink is None:
+            return
+        if self._complete:  # the sink wants no more of a message that ended in this very read
+            self.release()
+        else:
+            self._sink = None
             self.abort()
 
     def abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading: the client does not."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def release(self) -> None:
         """Give a connection back after `end`: pooled if it can serve again, closed if not."""
@@ -144,8 +157,13 @@ class UpstreamConnection(asyncio.Protocol):
         pieces = self._pieces
         if len(pieces) == 1 and not self._head_ready and not self._complete:
             sink.data(pieces.pop())  # mid-body, one piece a read: nearly every chunk of a stream
-        else:
+        elif self._status:
             self._deliver(sink)
+        else:
+            # The parser holds a header until it ends, so an endless one is counted here.
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._fail("response head too large", malformed=True)
 
     def eof_received(self) -> bool:
         return False

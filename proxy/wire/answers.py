@@ -21,13 +21,14 @@ class Usage:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """finish_reason: of the first choice (chat, completions), status (responses), stop_reason (messages).
-    failed: an error dressed as an answer, status 200 or not."""
+    failed: an error dressed as an answer, status 200 or not. malformed: not a JSON object."""
 
     usage: Usage = Usage()
     finish_reason: str | None = None
     id: str | None = None
     aborted: bool = False
     failed: bool = False
+    malformed: bool = False
 
 
 def _count(value: Any) -> int | None:
@@ -55,16 +56,16 @@ def read_usage(usage: Any) -> Usage:
 
 
 def read_answer(body: bytes) -> Answer:
-    """Never raises: an answer that is not JSON is passed on and says nothing."""
+    """Never raises, whatever the bytes."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError:
         try:
             data = json.loads(body)
         except (ValueError, RecursionError):
-            return Answer()
+            return Answer(malformed=True)
     if not isinstance(data, dict):
-        return Answer()
+        return Answer(malformed=True)
     finish: Any = data.get("stop_reason")
     aborted = finish == "abort"
     choices = data.get("choices")

@@ -130,6 +130,9 @@ class StreamReader:
         self._held = False
         outs = []
         for event in events:
+            if self.ended:  # not part of the answer: passes unread
+                outs.append(event)
+                continue
             out = self.known(event)  # several events in one read: a burst, or llama-server's habit
             if out is None:
                 out = self._event(event)
@@ -149,8 +152,6 @@ class StreamReader:
         if data is None:
             return event
         if data.startswith(_DONE):
-            self.events += 1
-            self.ended = self.notable = True
             return self._done(event)
         payload = _decode(data)
         if not isinstance(payload, dict):
@@ -176,7 +177,8 @@ class StreamReader:
         return out
 
     def _done(self, event: bytes) -> bytes:
-        return event
+        """What to forward of a [DONE]. Nothing where it is no end mark: it would make half an answer look whole."""
+        return b""
 
     def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
         """Take in one event. Returns (forward it, it is a plain content delta worth learning)."""
@@ -291,7 +293,9 @@ class ChatStream(StreamReader):
         return bool(self.finish) and None not in self.finish.values() and not self.aborted
 
     def _done(self, event: bytes) -> bytes:
-        return event if self.complete() else b""  # an end mark on half an answer would make it look whole
+        self.events += 1
+        self.ended = self.notable = True
+        return event if self.complete() else b""
 
     def closing(self) -> bytes:
         return b"" if self.ended else b"data: [DONE]\n\n"
