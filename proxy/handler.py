@@ -85,6 +85,12 @@ class Gateway:
             self._idle.clear()
             await self._idle.wait()
 
+    def drain(self) -> None:
+        """From now on every answer closes its connection, also those that are under way."""
+        self.draining = self.local.draining = True
+        for exchange in self.exchanges:
+            exchange.answer.close_behind()
+
     def interrupt(self) -> None:
         """End every running answer with an error: the gateway stops."""
         for exchange in tuple(self.exchanges):
@@ -275,6 +281,7 @@ class Exchange:
         """One attempt. (None, None): answered for good. Else what to tell the client and what failed."""
         gateway = self._gateway
         timeouts = gateway.timeouts[backend.name]
+        body, plan = gateway.classifier.prepare(endpoint, asked, backend, timeouts)
         fresh = bool(failures) and failures[-1] is Failure.REUSED
         connection = None if fresh else backend.connections.take()
         if connection is None:
@@ -283,7 +290,6 @@ class Exchange:
                     connection = await backend.connections.connect()
             except (OSError, TimeoutError) as exc:
                 return unreachable(backend.name, exc), Failure.CONNECT
-        body, plan = gateway.classifier.prepare(endpoint, asked, backend, timeouts)
         request = self._request
         head = request_head(
             (request.method, request.raw_path),
@@ -344,6 +350,9 @@ class Exchange:
                 return error, Failure.OVERFLOW
             return error, Failure.ERROR if error.status >= 500 else Failure.REJECTED
         if answer is not None:
+            if answer.malformed and reply.status == 200:
+                fault = Fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, "the answer is not JSON")
+                return fault_error(backend.name, fault), Failure.MALFORMED
             usage = answer.usage
             record.prompt_tokens, record.completion_tokens = usage.prompt, usage.completion
             record.cached_tokens, record.finish_reason = usage.cached, answer.finish_reason
