@@ -24,13 +24,26 @@ FUNCTION = re.compile(r"<function(?:\s+name)?\s*=\s*[\"']?[^>\n<]*>?")
 class Arguments:
     """`feed` pieces, then `finish`; `done` once the object is whole, `complete` when it can be run."""
 
-    __slots__ = ("_collected", "_head", "_opened", "_rewriter", "_tools", "complete", "mended", "tool")
+    __slots__ = (
+        "_brief",
+        "_collected",
+        "_empty",
+        "_head",
+        "_opened",
+        "_rewriter",
+        "_tools",
+        "complete",
+        "mended",
+        "tool",
+    )
 
     def __init__(self, tool: Tool, tools: Toolset) -> None:
         self.tool = tool
         self._tools = tools
         self._head = ""  # the beginning, until it is known what this is
         self._opened = False  # the head's brace was sent
+        self._brief = ""  # what was sent, its first characters
+        self._empty = False  # an empty object came, its brace was not sent
         self._rewriter: JsonRewriter | None = None
         self._collected: list[str] | None = None
         self.complete = False
@@ -38,7 +51,7 @@ class Arguments:
 
     @property
     def done(self) -> bool:
-        return self._rewriter is not None and self._rewriter.done
+        return self._rewriter is not None and self._rewriter.done and not self._empty
 
     @property
     def rewriter(self) -> JsonRewriter | None:
@@ -46,8 +59,10 @@ class Arguments:
 
     def feed(self, text: str) -> str:
         rewriter = self._rewriter
+        if self._empty:
+            return self._refill(text)
         if rewriter is not None:
-            return "" if rewriter.done or rewriter.broken else rewriter.feed(text)
+            return "" if rewriter.done or rewriter.broken else self._watch(rewriter.feed(text))
         if self._collected is not None:
             self._collected.append(text)
             return ""
@@ -68,11 +83,33 @@ class Arguments:
                 self._collected = [head]
                 return ""
         self._rewriter = JsonRewriter(self.tool.spec, live=True)
-        return self._rewriter.feed(head)[self._opened :]
+        return self._watch(self._rewriter.feed(head)[self._opened :])
+
+    def _watch(self, said: str) -> str:
+        """An empty object for a tool that needs arguments may stand before the real ones: its brace waits."""
+        if len(self._brief) < 4:
+            self._brief += "".join(said.split())[:4]
+            if self.done and self._brief in ("{}", "}") and self.tool.schema.get("required"):
+                self._empty = True
+                rest = self._rewriter.held if self._rewriter else ""
+                return said.rstrip().removesuffix("}") + self._refill(rest)
+        return said
+
+    def _refill(self, text: str) -> str:
+        text = text.lstrip()
+        if not text.startswith("{"):
+            return ""
+        self._empty = False
+        self._rewriter = JsonRewriter(self.tool.spec, live=True)
+        self._brief = "full"
+        return self._rewriter.feed(text).removeprefix("{")
 
     def finish(self, end: End) -> str:
         """What is still to be sent when the text ended."""
         rewriter = self._rewriter
+        if self._empty:
+            self.complete = True
+            return "}"
         if end is End.CUT:
             self.complete = self.done
             return "" if rewriter is not None or self._opened else "{"
@@ -91,6 +128,15 @@ class Arguments:
             return "" if self._opened else raw if not _decodes(raw) else "{"
         self.complete = found.endswith("}")
         return found[self._opened :]
+
+
+def _in_prose(text: str, tool: Tool) -> str | None:
+    """An object of nothing but declared parameters, with words before it."""
+    start = text.find("{")
+    value = _load(text[start:]) if start >= 0 else None
+    if not isinstance(value, dict) or not value or not set(value) <= tool.spec.keys:
+        return None
+    return rewrite(tool, text[start:])
 
 
 def _decodes(raw: str) -> bool:
@@ -121,7 +167,7 @@ def unwrap(raw: str, tool: Tool, tools: Toolset, nested: int = 0) -> str | None:
     if tag >= 0:
         return _markup(text[tag:], tool, tools, nested)
     if not text.startswith("```"):
-        return None
+        return _in_prose(text, tool)
     fenced = text.partition("\n")[2] if "\n" in text else text[3:]
     return unwrap(fenced.rstrip().rstrip("`"), tool, tools, nested + 1)
 

@@ -16,6 +16,8 @@ from proxy.wire.jsonstring import End
 from proxy.wire.toolargs import Arguments
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Counters, Event
 
+BEGINNINGS = ("{", '"', "<")  # of whole arguments
+
 
 class CallDelta(NamedTuple):
     """One entry of `tool_calls`, absent and void values None.
@@ -85,9 +87,9 @@ class ParsedCalls:
             return [], False
         elif delta.name is not None or delta.id is not None:
             same = False
+        assert call.arguments is not None
         text = call.waiting + call.joiner.join(delta.arguments)
         call.waiting = ""
-        assert call.arguments is not None
         said = call.arguments.feed(text) if text and not call.ended else ""
         if said:
             events.append(CallArguments(call.out, said))
@@ -125,13 +127,15 @@ class ParsedCalls:
         return call
 
     def _known(self, delta: CallDelta) -> _Call | None:
-        if delta.id is not None and delta.id in self._by_id:
-            return self._by_id[delta.id]
-        call = self._by_index.get(delta.slot) if delta.slot is not None else self._last()
-        if call is None or (delta.id is not None and call.id is not None):
-            return None
+        call = self._by_id.get(delta.id) if delta.id is not None else None
+        if call is None:
+            call = self._by_index.get(delta.slot) if delta.slot is not None else self._last()
+            if call is None or (delta.id is not None and call.id is not None):
+                return None
         renamed = delta.name is not None and call.name is not None and delta.name != call.name
-        whole = call.arguments is not None and call.arguments.done and bool(delta.arguments.strip())
+        whole = (
+            call.arguments is not None and call.arguments.done and delta.arguments.lstrip()[:1] in BEGINNINGS
+        )
         begins = delta.name is not None or delta.id is not None
         return None if renamed or (whole and begins) else call
 

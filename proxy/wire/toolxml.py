@@ -422,10 +422,10 @@ class XmlCall:
 
 
 _NULL_STARTS = frozenset(word[:size] for word in ("null", "none") for size in range(5))
-LEFTOVERS = re.compile(rf"\s*>?\s*(?:(?:</(?:parameter|function|tool_call|{FOREIGN})\s*>\s*)+|\Z)")
+LEFTOVERS = re.compile(rf"\s*(?:>(?=\n|<|\Z))?\s*(?:</(?:parameter|function|tool_call|{FOREIGN})\s*>\s*)*")
 
 
 def leftovers(text: str) -> int:
     """Length of what a text begins with that is left over from a call before it."""
     found = LEFTOVERS.match(text)
-    return found.end() if found and text.strip() else 0
+    return found.end() if found and found.group().strip() else 0

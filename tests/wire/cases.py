@@ -145,7 +145,7 @@ def _joined(chunks: Iterable[Delta]) -> Iterator[tuple[str, Any]]:
     parts: list[tuple[str, Any]] = []
     for delta in chunks:
         for key in ("reasoning", "reasoning_content", "content"):
-            if delta.get(key):
+            if delta.get(key) and not (key == "reasoning_content" and delta.get("reasoning")):
                 if parts and parts[-1][0] == key:
                     parts[-1] = (key, parts[-1][1] + delta[key])
                 else:
