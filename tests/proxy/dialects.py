@@ -200,7 +200,7 @@ async def eventually(condition: Callable[[], bool], what: str) -> None:
     """Let the loop turn until it holds: for what follows from a socket's end and nobody announces."""
     try:
         async with asyncio.timeout(DEADLINE):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 (nothing announces it)
                 await asyncio.sleep(0)
     except TimeoutError:
         raise AssertionError(f"waited {DEADLINE:g} s for {what}") from None
