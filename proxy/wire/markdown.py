@@ -17,7 +17,7 @@ INFO = 80  # characters of a fence line that are kept
 class Markdown:
     """`advance` over text; then `literal`: what follows is code; `line_start`: it would begin a line."""
 
-    __slots__ = ("_char", "_count", "_fences", "_info", "_plain", "_ticks", "line_start")
+    __slots__ = ("_char", "_count", "_fences", "_info", "_plain", "_ticks", "line_start", "settled")
 
     def __init__(self) -> None:
         self._fences: list[tuple[str, int]] = []
@@ -29,11 +29,7 @@ class Markdown:
         self._info = ""  # what follows them
         self._plain = False  # the line begins with something else
         self.line_start = True
-
-    @property
-    def settled(self) -> bool:
-        """True when text without marks or newlines changes nothing at all."""
-        return self._plain and not self.line_start
+        self.settled = False  # text without marks or newlines changes nothing at all
 
     @property
     def quiet(self) -> bool:
@@ -51,12 +47,12 @@ class Markdown:
         line = text.rfind("\n") + 1
         if line:
             self._plain = False
-            self.line_start = line == len(text)
-            if self.line_start:
+            if line == len(text):
+                self.line_start, self.settled = True, False
                 return
             text = text[line:]
         self.line_start = False
-        self._plain = self._plain or not text.isspace()
+        self._plain = self.settled = self._plain or not text.isspace()
 
     def advance(self, text: str) -> None:
         if self.quiet and "`" not in text and "~" not in text:
@@ -81,7 +77,7 @@ class Markdown:
             self._piece(piece)
 
     def _piece(self, piece: str) -> None:
-        self.line_start = False
+        self.line_start = self.settled = False
         mark = piece[0] in "`~"
         self._ticks += len(piece) if piece[0] == "`" else 0
         if mark and not self._plain and not self._info and self._char in ("", piece[0]):

@@ -104,6 +104,7 @@ class ToolEngine:
             named=choice.named,
             think="open" if starts_thinking else "tags",
         )
+        self._code = self._text.code
         self._thinking = Thinking(tools)
         self._parsed = ParsedCalls(tools, choice.named, self._take_id, self.counters, exact=exact)
         self._ids: set[str] = set()
@@ -142,8 +143,8 @@ class ToolEngine:
         elif (self._quick and "<" not in text and "`" not in text and "~" not in text) and (
             text.isascii() or not SURROGATE.search(text)
         ):
-            if "\n" in text or not self._text.settled:
-                self._text.skip(text)
+            if "\n" in text or not self._code.settled:
+                self._code.skip(text)
             return PASS
         return self._steer(text) if self.armed and text else PASS
 

@@ -45,7 +45,7 @@ class CallRunner:
         self._allocate = allocate
         self._guided = guided
         self._named = named
-        self._code = Markdown()
+        self.code = Markdown()
         self._events: list[Event] = []
         self._saying: list[str] = []
         self._held = ""
@@ -62,7 +62,6 @@ class CallRunner:
         self.said = False  # content that is not blank was sent
         self.forced = False  # a call was closed because the text ended
         self.idle = False  # plain text passes
-        self.settled = False  # plain text without newlines does not even have to be accounted for
         self._state: State = self._text
 
     def _text(self, buffer: str, index: int, end: End) -> int:
@@ -89,7 +88,7 @@ class CallRunner:
         self._counters.released += 1
         if self._raw and WRAPPER in self._raw[0]:
             self._block = False
-        self._code.advance(text)
+        self.code.advance(text)
         self._say(self._gap + text)
         self._raw, self._raw_size, self._json = [], 0, None
         self._state = self._text
@@ -174,7 +173,7 @@ class CallRunner:
         self._parsed = parsed
         self._behind = True
         self._gap = ""
-        self._code.advance("\n")
+        self.code.advance("\n")
         self._state = self._after
 
     def _discard(self, buffer: str, index: int, end: End) -> int:

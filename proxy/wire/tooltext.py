@@ -53,15 +53,9 @@ class TextMachine(CallRunner):
     def passes(self, text: str) -> bool:
         """True, and the text is accounted for, when it leaves as it came; the caller forwards it."""
         if self.idle and "<" not in text and "`" not in text and "~" not in text:
-            if "\n" in text or not self.settled:
-                self.skip(text)
+            self.code.skip(text)
             return True
         return False
-
-    def skip(self, text: str) -> None:
-        """Accounts for text without "<", backtick or tilde."""
-        self._code.skip(text)
-        self.settled = self._code.settled
 
     def feed(self, text: str) -> None:
         if self._held:
@@ -99,8 +93,7 @@ class TextMachine(CallRunner):
             index = reached
         self._held = buffer[index:]
         free = self.said and not (self._held or self._gap or (self._guided and self._named is None))
-        self.idle = free and self._state == self._text and self._code.quiet
-        self.settled = self._code.settled
+        self.idle = free and self._state == self._text and self.code.quiet
 
     def finish(self, end: End) -> None:
         """The text ended, by itself or cut: everything held becomes something."""
@@ -140,8 +133,8 @@ class TextMachine(CallRunner):
             return
         held = "".join(self._raw) + self._held
         if held:
-            leak = WRAPPER.startswith(held[:11]) and (len(held) > 5 or self._code.line_start)
-            leak = leak or (self._code.line_start and begins_tag(held[:10]))
+            leak = WRAPPER.startswith(held[:11]) and (len(held) > 5 or self.code.line_start)
+            leak = leak or (self.code.line_start and begins_tag(held[:10]))
             if leak:
                 self._counters.repaired_leaks += 1
             else:
@@ -159,17 +152,17 @@ class TextMachine(CallRunner):
         if self._guided and self._named is None:
             line = buffer.find("\n", index, tag if tag >= 0 else len(buffer)) + 1
             if line:
-                self._code.advance(buffer[index:line])
+                self.code.advance(buffer[index:line])
                 self._say(self._gap + buffer[index:line])
                 self._state = self._guided_start
                 return line
         if tag < 0:
-            self._code.advance(buffer[index:])
+            self.code.advance(buffer[index:])
             self._say(self._gap + buffer[index:])
             return len(buffer)
         if tag > index:
             before = buffer[index:tag]
-            self._code.advance(before)
+            self.code.advance(before)
             body = before.rstrip()
             if body:
                 self._say(self._gap + body)
@@ -179,8 +172,8 @@ class TextMachine(CallRunner):
     def _tag(self, buffer: str, tag: int, end: End) -> int:
         """A "<" in text: an opener, maybe one, or just that."""
         rest = buffer[tag : tag + 12]
-        if not self._code.literal:
-            line = self._code.line_start or not self.said
+        if not self.code.literal:
+            line = self.code.line_start or not self.said
             openers = (WRAPPER, *FUNCTIONS) if line else (WRAPPER,)
             if rest.startswith(openers):
                 self._state = self._candidate
@@ -209,7 +202,7 @@ class TextMachine(CallRunner):
                     self._counters.cut += 1
                     self._gap = ""
                     return len(buffer)
-        self._code.advance("<")
+        self.code.advance("<")
         self._say(self._gap + "<")
         return tag + 1
 
