@@ -1,23 +1,13 @@
-"""The four endpoints that generate, as far as breaking them needs it: how each is asked, answers and tells an error.
-
-And `settled`, what has to hold after every end: nothing counted, held, scheduled or running for a request that is over.
-"""
+"""The four endpoints that generate, as far as breaking them needs it: how each is asked, answers and tells an error."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from proxy.wire.errors import Api
-from tests.client import DEADLINE, Response
-from tests.fake_clock import FakeClock
-from tests.proxy.conftest import Gateway
+from tests.client import Response
 from tests.scripted import DONE, Step, chat_event, event, json_answer, sse
-
-QUIET = "[health]\ninterval = 86400\n"
-"""Backends are polled once: a clock that jumps polls nobody."""
 
 
 @dataclass(frozen=True)
@@ -194,55 +184,3 @@ DIALECTS = (
     ),
 )
 CHAT_DIALECT = DIALECTS[0]
-
-
-async def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Let the loop turn until it holds: for what follows from a socket's end and nobody announces."""
-    try:
-        async with asyncio.timeout(DEADLINE):
-            while not condition():  # noqa: ASYNC110 (nothing announces it)
-                await asyncio.sleep(0)
-    except TimeoutError:
-        raise AssertionError(f"waited {DEADLINE:g} s for {what}") from None
-
-
-async def dispatching(gateway: Gateway) -> None:
-    """Until a request has its backend, and connects to it if it must."""
-    await eventually(
-        lambda: any(e.record.attempts for e in gateway.app.gateway.exchanges), "a request's attempt"
-    )
-
-
-def _running() -> set[str]:
-    """What runs beside the test, its backends' scripts and the pollers."""
-    ours = ("RequestHandler", "Gateway.", "Exchange.", "Relay.", "ConnectionPool.", "Server.")
-    names = {task.get_coro().__qualname__ for task in asyncio.all_tasks() if not task.done()}  # type: ignore[union-attr]
-    return {name for name in names if name.startswith(ours)}
-
-
-async def settled(gateway: Gateway, *, pooled: int | None = None) -> int:
-    """After the clients' connections are closed: no count, no connection but pooled ones, no task, no timer.
-    How many are pooled; `pooled` says how many there must be."""
-    gateway.assert_idle()
-    pools = [backend.connections for backend in gateway.app.pool.backends.values()]
-
-    def open_connections() -> int:
-        return sum(pool.open_connections for pool in pools)
-
-    def idle_connections() -> int:
-        return sum(len(pool._idle) for pool in pools)
-
-    await eventually(
-        lambda: (
-            open_connections() == idle_connections() == (idle_connections() if pooled is None else pooled)
-        ),
-        f"{'only' if pooled is None else pooled} idle connections in {pools}",
-    )
-    await eventually(lambda: not _running(), "the end of every task")
-    clock = gateway.app.clock
-    if isinstance(clock, FakeClock):
-        expected = len(pools) + sum(
-            bool(pool._idle) for pool in pools
-        )  # one poll each; one sweep where any is idle
-        await eventually(lambda: clock.pending == expected, f"{expected} timers")
-    return idle_connections()

@@ -10,7 +10,8 @@ import pytest
 from proxy.errors import Outcome
 from tests.client import Connection
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
-from tests.proxy.dialects import DIALECTS, QUIET, Dialect, dispatching, eventually, settled
+from tests.proxy.dialects import DIALECTS, Dialect
+from tests.proxy.scenes import QUIET, dispatching, eventually, settled
 from tests.scripted import (
     Chunk,
     Close,

@@ -14,7 +14,8 @@ from proxy.upstream import MAX_HEAD_BYTES
 from proxy.wire.errors import Api
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import MakeGateway
-from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, QUIET, Dialect, dispatching, settled
+from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, Dialect
+from tests.proxy.scenes import QUIET, dispatching, settled
 from tests.scripted import (
     DONE,
     Chunk,
@@ -172,8 +173,12 @@ BEFORE: dict[str, tuple[list[Step], Outcome]] = {
 }
 
 
-@each_way
-@each_dialect
+WAYS = [(dialect, True) for dialect in DIALECTS] + [(CHAT_DIALECT, False)]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "stream"), WAYS, ids=[f"{d}-{'streamed' if s else 'whole'}" for d, s in WAYS]
+)
 @pytest.mark.parametrize("failure", BEFORE)
 async def test_what_breaks_before_the_first_event_is_a_502_in_the_endpoints_shape(
     make_gateway: MakeGateway, backend: ScriptedBackend, dialect: Dialect, stream: bool, failure: str
