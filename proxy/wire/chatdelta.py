@@ -98,6 +98,22 @@ class ChatStream:
                     out.append(one)
         return out
 
+    @property
+    def waiting(self) -> bool:
+        """A chunk with a finish_reason waits for what follows."""
+        return self._waiting
+
+    def more(self, index: int, delta: dict[str, Any]) -> list[object] | Pass:
+        """`feed` for a chunk that is the last one but for its delta; for choices that were seen and do not wait."""
+        state = self.choices[index]
+        events, same = read_delta(state, delta, self.shape)
+        if same:
+            return PASS
+        out: list[object] = []
+        choice = {key: value for key, value in self._last["choices"][0].items() if key != "logprobs"}
+        self._send(self._last, choice, delta, events, None, state, out)
+        return out
+
     def close(self) -> list[object]:
         """The stream ended by itself: reasons that wait are final; choices without one are cut."""
         out: list[object] = []

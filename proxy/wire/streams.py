@@ -167,14 +167,19 @@ class StreamReader:
             self.notable = True
             return b""
         keep, teach = self._read(payload)
+        if teach and keep:
+            self._learn(event)
+        return self._forward(event, payload, keep)
+
+    def _forward(self, event: bytes, payload: dict[str, Any], keep: bool) -> bytes:
+        """The bytes to send for a decoded event; keep: the client is to see it."""
         if not keep:
             return b""
-        out = event
-        if self._swap is not None:
-            out = swap_model(event, *self._swap)
-        if teach:
-            self._learn(event, out)
-        return out
+        return event if self._swap is None else swap_model(event, *self._swap)
+
+    def flush(self) -> bytes:
+        """What is still held of an answer that broke off."""
+        return b""
 
     def _done(self, event: bytes) -> bytes:
         """What to forward of a [DONE]. Nothing where it is no end mark: it would make half an answer look whole."""
@@ -197,7 +202,7 @@ class StreamReader:
         """What a whole answer still lacks at its end."""
         return b""
 
-    def _learn(self, event: bytes, out: bytes) -> None:
+    def _learn(self, event: bytes) -> None:
         for key in self.leaf_keys:
             mark = b'"%b":"' % key
             at = event.find(mark)
@@ -210,9 +215,8 @@ class StreamReader:
             self._head, self._tail = event[:at], event[rest.end() - 1 :]
             self._start, self._tail_length = at, len(self._tail)
             if self._swap is not None:
-                length = rest.end() - 1 - at
-                head = swap_model(self._head, *self._swap)
-                self._head_out, self._tail_out = head, out[len(head) + length :]
+                self._head_out = swap_model(self._head, *self._swap)
+                self._tail_out = swap_model(self._tail, *self._swap)
             return
 
 
@@ -268,6 +272,7 @@ class ChatStream(StreamReader):
                 plain = False
                 self.finish[index] = self.finish_reason = finish
             else:
+                plain = plain and finish is None
                 self.finish.setdefault(index, None)
         return True, plain
 

@@ -21,18 +21,13 @@ from proxy.wire.streams import ChatStream, swap_model
 from proxy.wire.toolcalls import ToolEngine
 from proxy.wire.toolevents import Counters, Pass
 
-_LEAVES = {
-    b'"content":"': "content",
-    b'"reasoning":"': "reasoning",
-    b'"reasoning_content":"': "reasoning",
-    b'"arguments":"': "arguments",
-}
+_LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
 
 
 class ToolChatStream(ChatStream):
     """`/v1/chat/completions` with tools, or with an answer that has to be put right."""
 
-    __slots__ = ("_leaf", "_repair", "_slot")
+    __slots__ = ("_leaf", "_place", "_repair")
 
     def __init__(
         self,
@@ -46,7 +41,7 @@ class ToolChatStream(ChatStream):
         super().__init__(model_swap, hide_usage=hide_usage)
         self._repair = Repair(new_engine, shape)
         self._leaf: str | None = None
-        self._slot: tuple[int, int | None] = (0, None)
+        self._place: tuple[int, int | None] = (0, None)  # choice, tool call
 
     @property
     def engines(self) -> list[ToolEngine]:
@@ -70,7 +65,11 @@ class ToolChatStream(ChatStream):
             said = text.decode()
         except UnicodeDecodeError:
             return None
-        found = self._repair.leaf(self._slot, self._leaf, said)
+        index, call = self._place
+        delta: dict[str, Any] = {self._leaf: said}
+        if self._leaf == "arguments":
+            delta = {"tool_calls": [{"index": call, "function": delta}]}
+        found = self._repair.more(index, delta)
         return out if isinstance(found, Pass) else self._encode(found)
 
     def _forward(self, event: bytes, payload: dict[str, Any], keep: bool) -> bytes:
@@ -79,10 +78,21 @@ class ToolChatStream(ChatStream):
             return super()._forward(event, payload, keep)
         return self._encode(found)
 
-    def _learn(self, event: bytes, out: bytes) -> None:
-        super()._learn(event, out)
+    def _learn(self, event: bytes) -> None:
+        super()._learn(event)
         self._leaf = next((name for mark, name in _LEAVES.items() if self._head.endswith(mark)), None)
-        self._slot = self._repair.place
+
+    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
+        keep, teach = super()._read(payload)
+        if teach:
+            choice = payload["choices"][0]
+            delta = choice["delta"]
+            calls = delta.get("tool_calls")
+            # What is learned is one text and nothing beside it: oddities are the engine's to see, each time.
+            if len(delta) != 1 or (calls and not _only_arguments(calls)):
+                return keep, False
+            self._place = (choice.get("index", 0), calls[0]["index"] if calls else None)
+        return keep, teach
 
     def _done(self, event: bytes) -> bytes:
         return self._encode(self._repair.close()) + event if self.complete() else b""
@@ -107,6 +117,15 @@ class ToolChatStream(ChatStream):
         """The reason that was sent is the one to record."""
         for choice in chunk.get("choices") or ():
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+def _only_arguments(calls: Any) -> bool:
+    """More of one call's arguments, spelled as it should be."""
+    entry = calls[0] if isinstance(calls, list) and len(calls) == 1 else None
+    if not isinstance(entry, dict) or set(entry) != {"index", "function"} or type(entry["index"]) is not int:
+        return False
+    function = entry["function"]
+    return isinstance(function, dict) and set(function) == {"arguments"}
 
 
 def dumps(value: dict[str, Any], model_swap: tuple[bytes, bytes] | None = None) -> bytes:
