@@ -10,6 +10,7 @@ import contextlib
 import json
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,16 +21,29 @@ DEADLINE = 5.0
 
 @dataclass(slots=True)
 class Response:
-    """One response. complete: the HTTP message ended properly."""
+    """One response. complete: the HTTP message ended properly. header_list: as they came, repeated ones too.
+    continued: a `100 Continue` came first."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
+    header_list: list[tuple[str, str]] = field(default_factory=list)
+    continued: bool = False
     complete: bool = False
+    pieces: list[bytes] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        if len(self.pieces) > 1:
+            self.pieces = [b"".join(self.pieces)]
+        return self.pieces[0] if self.pieces else b""
 
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+    def values(self, name: str) -> list[str]:
+        """Every value of a header."""
+        return [value for key, value in self.header_list if key.lower() == name]
 
     @property
     def events(self) -> list[Any]:
@@ -57,8 +71,13 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._parser: httptools.HttpResponseParser | None = None
-        self.response = Response()
+        self._await_response()
         self.closed_by_peer = False
+
+    def _await_response(self) -> None:
+        """What the next read gives belongs to a new response."""
+        self.response = self._current = Response()
+        self._following: deque[Response] = deque()
 
     @classmethod
     async def open(cls, port: int, **kwargs: Any) -> Self:
@@ -91,12 +110,12 @@ class Connection:
         verb = method or ("GET" if body is None else "POST")
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         self._writer.write(f"{verb} {path} HTTP/{version}\r\n{head}\r\n".encode() + data)
-        self.response = Response()
+        self._await_response()
         self._parser = httptools.HttpResponseParser(self)
 
     def send_raw(self, data: bytes) -> None:
         self._writer.write(data)
-        self.response = Response()
+        self._await_response()
         self._parser = httptools.HttpResponseParser(self)
 
     async def read(self) -> Response:
@@ -105,6 +124,21 @@ class Connection:
             while not self.response.complete and await self._more():
                 pass
         return self.response
+
+    async def read_continue(self) -> None:
+        """Until the `100 Continue` that was asked for."""
+        async with asyncio.timeout(DEADLINE):
+            while not self.response.continued and await self._more():
+                pass
+
+    def send_more(self, data: bytes) -> None:
+        """More of the request that was begun."""
+        self._writer.write(data)
+
+    async def read_some(self) -> None:
+        """One read."""
+        async with asyncio.timeout(DEADLINE):
+            await self._more()
 
     async def read_until(self, needle: bytes) -> Response:
         """Until the body holds `needle`."""
@@ -126,9 +160,20 @@ class Connection:
         self._parser.feed_data(data)
         return True
 
+    def next(self) -> None:
+        """Turn to the response behind the one that was read: of requests sent in one go."""
+        if self._following:
+            self.response = self._following.popleft()
+        else:
+            self.response = self._current = Response()
+
     def close(self) -> None:
         """FIN."""
         self._writer.close()
+
+    def half_close(self) -> None:
+        """FIN, and go on reading."""
+        self._writer.write_eof()
 
     def reset(self) -> None:
         """RST: what a killed client's kernel sends."""
@@ -138,21 +183,30 @@ class Connection:
 
     # httptools
 
+    def on_message_begin(self) -> None:
+        if self._current.complete:
+            self._current = Response()
+            self._following.append(self._current)
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._current.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._current.header_list.append((name.decode("latin-1"), value.decode("latin-1")))
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        self.response.status = self._parser.get_status_code()
-        if self.response.status == 100:
-            self.response.headers.clear()
+        response = self._current
+        response.status = self._parser.get_status_code()
+        if response.status == 100:
+            response.headers.clear()
+            response.header_list.clear()
+            response.continued = True
 
     def on_body(self, body: bytes) -> None:
-        self.response.body += body
+        self._current.pieces.append(body)
 
     def on_message_complete(self) -> None:
-        if self.response.status != 100:
-            self.response.complete = True
+        if self._current.status != 100:
+            self._current.complete = True
 
 
 async def ask(port: int, path: str, body: object = None, **kwargs: Any) -> Response:

@@ -14,6 +14,7 @@ import pytest
 from proxy.app import App
 from proxy.clock import Clock
 from proxy.config import loads
+from proxy.errors import Outcome
 from proxy.record import Measures, Record
 from tests.client import Connection, Response, ask
 from tests.scripted import DEADLINE, ScriptedBackend
@@ -74,6 +75,13 @@ class Gateway:
 
     async def record(self, index: int = 0) -> Record:
         return (await self.records.get(index))[0]
+
+    async def ended(self, *outcomes: Outcome | str) -> None:
+        """One record a request, with these outcomes in order, and every count back at zero."""
+        if outcomes:
+            await self.records.get(len(outcomes) - 1)
+        assert [record.outcome for record, _ in self.records.closed] == list(outcomes)
+        self.assert_idle()
 
     def assert_idle(self) -> None:
         """Every count is back at zero."""
