@@ -192,7 +192,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError("response head too large")
-        if not self._complete:  # trailers and surplus messages are dropped
+        if not self._status:  # trailers and surplus messages are dropped
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
