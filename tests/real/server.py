@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -27,6 +28,7 @@ class RealServer(ABC):
     """One server, as a context manager (also async). key: what clients must send, if anything."""
 
     start_seconds = 30.0  # that it has to load its model
+    listening: re.Pattern[str] | None = None  # in the log of one that chooses its port itself
 
     def __init__(self, name: str, port: int, key: str | None) -> None:
         self.name = name
@@ -62,7 +64,13 @@ class RealServer(ABC):
 
     def find_port(self) -> bool:
         """Whether `port` is known by now."""
-        return True
+        if self.listening is None:
+            return True
+        assert self.child is not None
+        found = self.listening.search(self.child.output())
+        if found is not None:
+            self.port = int(found[1])
+        return found is not None
 
     # start and end
 
