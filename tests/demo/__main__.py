@@ -1,4 +1,4 @@
-"""The demo's processes, from start to end: `python -m tests.demo`, or `make demo`.
+"""The demo's processes, from start to end: `python -m tests.demo [--real]`, or `make demo`, `make demo-real`.
 
 Exit status: 0 after Ctrl-C, SIGTERM or `--exit`; 1 with the reason when it cannot run.
 No child is left behind, whatever the end (tests/real/child.py).
@@ -10,10 +10,10 @@ import argparse
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import sys
+import tempfile
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,10 +23,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from tests.demo import traffic
+from tests.demo.fleet import Fleet
+from tests.demo.llama import llama_fleet
+from tests.demo.picture import picture
+from tests.demo.study import study_fleet
 from tests.demo.table import LEGEND, PLAIN_WIDTH, Rows, Tail
+from tests.demo.traffic import Traffic
 from tests.real.child import POLL, Child, Deadline
-from tests.real.llama import LlamaServer
 from tests.real.server import Unavailable, cache_folder, free_port
 
 READY = 20.0  # seconds that the gateway has to see both backends
@@ -34,106 +37,70 @@ LOOK = 0.1  # seconds between looks at the records
 SHOWN = 5  # errors in words; the rows show them all
 LAST_RECORDS = 3.0  # seconds that the records may come behind the answers
 
-CONFIG = """\
-# The demo's configuration: one model in two qualities, each behind a llama-server.
-
-[server]
-port = {port}
-drain_timeout = 2.0
-
-[admin]
-port = {admin_port}
-
-[telemetry]
-records = "file:{records}"
-log_level = "warning"
-
-[health]
-interval = 1.0
-
-[policy.tokens]
-bytes_per_token = 1.1           # the scripted model has a token for each byte
-
-[[backends]]
-name = "fp8"
-url = "{fp8.url}"
-quality.kl_bits = 0.0055
-limits.max_in_flight = 32
-
-[[backends]]
-name = "bf16"
-url = "{bf16.url}"
-quality.reference = true
-limits.max_in_flight = 16
-
-[models.tiny]
-tier = "balanced"
-
-[models.tiny-exact]             # the same model, from the reference weights or not at all
-alias_of = "tiny"
-tier = "exact"
-
-[models.tiny-instruct]          # the same model without its thinking, for clients that can only choose a name
-alias_of = "tiny"
-overrides.chat_template_kwargs.enable_thinking = false
-
-[tiers.balanced]
-max_kl_bits = 0.05
-"""
-
 
 class Failure(Exception):
     """The demo cannot go on; the message says why."""
 
 
-async def demo(options: argparse.Namespace, console: Console) -> None:
+async def demo(fleet: Fleet, options: argparse.Namespace, console: Console) -> None:
     async with AsyncExitStack() as stack:
         if taken(options.port):
             raise Failure(
                 f"port {options.port} on 127.0.0.1 is taken: stop what listens there, or choose another, "
-                "as in: make demo DEMO_PORT=8090"
+                f"as in: make {fleet.command} DEMO_PORT=8090"
             )
-        console.print("starting two llama-servers and the gateway …", style="dim")
-        fp8 = await stack.enter_async_context(LlamaServer(slots=4, window_tokens=4096, threads=1))
-        bf16 = await stack.enter_async_context(LlamaServer(slots=2, window_tokens=8192, threads=1))
-        folder = cache_folder() / "demo"
-        folder.mkdir(exist_ok=True)
+        if not options.svg:
+            console.print(f"starting {fleet.starting} and the gateway …", style="dim")
+        for server in fleet.servers.values():
+            await stack.enter_async_context(server)
+        folder = folder_of(fleet, options.port, stack)
         records = folder / "records.jsonl"
         records.unlink(missing_ok=True)
         port = options.port or free_port()
         admin_port = free_port() if taken(port + 1) else port + 1
         config = folder / "config.toml"
-        config.write_text(
-            CONFIG.format(port=port, admin_port=admin_port, records=records, fp8=fp8, bf16=bf16)
-        )
+        config.write_text(fleet.config(port, admin_port, records))
         url = f"http://127.0.0.1:{port}"
         gateway = await stack.enter_async_context(running_gateway(config, folder / "gateway.log", url))
-        clients = traffic.Clients(url)
+        clients = fleet.traffic(url)
         stack.push_async_callback(clients.close)
         rows = Rows(console, clients.jobs)
         tail = Tail(records)
-        where = from_here(folder)
-        console.print(f"serving on {url}; config and records in {where}\n", style="dim", soft_wrap=True)
+        for line in fleet.about:
+            console.print(line, style="dim", soft_wrap=True)
+        if not options.svg:
+            where = from_here(folder)
+            console.print(f"serving on {url}; config and records in {where}", style="dim", soft_wrap=True)
+        console.print()
         rows.header()
         await show_traffic(options.seconds, clients, rows, tail, gateway)
-        epilogue(console, rows, clients, url, admin_port)
+        results(console, rows, clients)
         if options.svg:
-            save_picture(console, options.svg)
+            options.svg.write_text(picture(console, f"make {fleet.command}"), "utf-8")
+        if not options.exit:
+            things_to_try(console, clients.model, url, admin_port)
         while not options.exit:
             show(rows, tail, gateway)
             await asyncio.sleep(LOOK)
 
 
-async def show_traffic(
-    seconds: float, clients: traffic.Clients, rows: Rows, tail: Tail, gateway: Child
-) -> None:
+def folder_of(fleet: Fleet, port: int, stack: AsyncExitStack) -> Path:
+    """For config, records and log: one that stays. With any port there may be other demos: then one for this run."""
+    if not port:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tierline-demo-")))
+    folder = cache_folder() / fleet.command
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+async def show_traffic(seconds: float, clients: Traffic, rows: Rows, tail: Tail, gateway: Child) -> None:
     """Rows while there is traffic, and a line below them on a terminal."""
     console = rows.console
     loop = asyncio.get_running_loop()
     start = loop.time()
     status_line = console.is_terminal and not console.record  # a record would keep each of its states
     live = Live(console=console, transient=True, refresh_per_second=8) if status_line else None
-    work = loop.create_task(traffic.run(clients, seconds))
+    work = loop.create_task(clients.run(seconds))
     try:
         with live or contextlib.nullcontext():
             while not work.done():
@@ -162,7 +129,8 @@ def show(rows: Rows, tail: Tail, gateway: Child) -> None:
         raise Failure(f"the gateway ended with status {gateway.process.returncode}:\n{gateway.tail()}")
 
 
-def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, admin_port: int) -> None:
+def results(console: Console, rows: Rows, clients: Traffic) -> None:
+    """Below the rows: what they mean, a line a backend, and what should not have been."""
     console.print()
     console.print(LEGEND, style="dim")
     console.print()
@@ -170,9 +138,13 @@ def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, a
     for broken in clients.broken[:SHOWN]:
         console.print(f"went wrong: {broken}", style="red", soft_wrap=True)
     if rows.surprises:
-        console.print(f"{rows.surprises} requests did not end as they should", style="red")
+        console.print(f"did not end as they should: {rows.surprises} of {len(rows.records)}", style="red")
+
+
+def things_to_try(console: Console, model: str, url: str, admin_port: int) -> None:
     asked = (
-        '{"model": "tiny", "stream": true, "max_tokens": 40, "messages": [{"role": "user", "content": "Hi"}]}'
+        f'{{"model": "{model}", "stream": true, "max_tokens": 40, '
+        '"messages": [{"role": "user", "content": "Hi"}]}'
     )
     console.print("\nStill serving; Ctrl-C ends it. Three things to try:", style="bold")
     for line in (
@@ -187,12 +159,6 @@ def epilogue(console: Console, rows: Rows, clients: traffic.Clients, url: str, a
 def from_here(path: Path) -> Path:
     """The path as one would type it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def save_picture(console: Console, path: Path) -> None:
-    """What was printed, as SVG that asks nobody for fonts."""
-    picture = console.export_svg(title="make demo", clear=False)
-    path.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
 
 
 # -- the gateway ---------------------------------------------------------------------------------------------
@@ -239,10 +205,10 @@ def taken(port: int) -> bool:
 # -- from here it starts -------------------------------------------------------------------------------------
 
 
-async def until_stopped(options: argparse.Namespace, console: Console) -> None:
+async def until_stopped(fleet: Fleet, options: argparse.Namespace, console: Console) -> None:
     """The demo, ended by SIGINT, SIGTERM or SIGHUP as if it had come to its end."""
     loop = asyncio.get_running_loop()
-    work = loop.create_task(demo(options, console))
+    work = loop.create_task(demo(fleet, options, console))
     for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if sign is not signal.SIGHUP or signal.getsignal(sign) is not signal.SIG_IGN:  # nohup stays nohup
             loop.add_signal_handler(sign, work.cancel)
@@ -253,21 +219,28 @@ async def until_stopped(options: argparse.Namespace, console: Console) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.demo",
-        description="Two real llama-servers, the gateway, and mixed traffic, shown live.",
+        description="Two simulated vLLM servers, the gateway, and mixed traffic, shown live.",
     )
+    parser.add_argument("--real", action="store_true", help="two real llama-servers instead")
+    parser.add_argument("--time-scale", type=float, metavar="N", help="simulated time runs N times as fast")
     default_port = int(os.environ.get("DEMO_PORT") or 8080)
     parser.add_argument("--port", type=int, default=default_port, help="of the gateway; 0: any that is free")
     parser.add_argument("--seconds", type=float, default=30.0, help="of traffic (default 30)")
     parser.add_argument("--exit", action="store_true", help="end after the traffic, do not keep serving")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also save what was shown as a picture")
     options = parser.parse_args()
+    if options.real and options.time_scale is not None:
+        parser.error("--time-scale: a real server takes the time that it takes")
+    if options.time_scale is not None and not options.time_scale > 0:
+        parser.error("--time-scale: a number above 0")
+    fleet = llama_fleet() if options.real else study_fleet(options.time_scale or 1.0)
     console = Console(highlight=False)
     if options.svg:
         console = Console(highlight=False, width=PLAIN_WIDTH, force_terminal=True, record=True)
     elif not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
     try:
-        asyncio.run(until_stopped(options, console))
+        asyncio.run(until_stopped(fleet, options, console))
     except (Failure, Unavailable) as reason:
         print(f"demo: {reason}", file=sys.stderr)
         return 1

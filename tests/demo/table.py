@@ -2,7 +2,7 @@
 
 Rules
 1. A row is printed once, when its record is there, and stays: it scrolls with the terminal.
-2. What does not fit the terminal's width is left out from the left: what the client was up to, then the model.
+2. What does not fit the terminal's width is left out from the left: what the client was up to, then the tier.
 3. A number that a request does not have (no TTFT without a stream) is a dash, never a zero.
 """
 
@@ -23,10 +23,12 @@ from rich.text import Text
 from tests.demo.traffic import Job
 
 Record = Mapping[str, Any]
-PLAIN_WIDTH = 124  # columns, where there is no terminal to ask
+PLAIN_WIDTH = 114  # columns, where there is no terminal to ask
+LONG_PROMPT = 4096  # tokens, from which it matters whether they are cached
 
 LEGEND = (
-    "why: how the backend was chosen · prompt: tokens · TTFT: time to the first content · gap: median time between "
+    "why: how the backend was chosen · prompt: tokens, and how many of them were cached (green: most of a long "
+    "one) · TTFT: time to the first content · gap: median time between "
     "chunks with content · TPOT: time per output token after the first · tok/s: output tokens over the whole time"
 )
 
@@ -58,23 +60,35 @@ def outcome(record: Record) -> str:
     return f"{record['outcome']}{status}"
 
 
+def count(tokens: int | None) -> str:
+    return "–" if tokens is None else str(tokens)
+
+
+def warmth(record: Record) -> str:
+    """The style of a prompt: whether a long one was mostly cached."""
+    prompt, cached = record["prompt_tokens"], record["cached_tokens"]
+    if prompt is None or cached is None or prompt < LONG_PROMPT:
+        return ""
+    return "bold green" if 2 * cached >= prompt else "bold yellow"
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     title: str
     width: int
     value: Callable[[Record, Job | None], str]
     right: bool = False
-    style: str = ""
+    style: Callable[[Record], str] = lambda record: ""
 
 
 COLUMNS = (
-    Column("what", 17, lambda r, job: job.what if job else r["path"], style="dim"),
-    Column("model", 13, lambda r, job: r["model"] or "–"),
+    Column("what", 18, lambda r, job: job.what if job else r["path"]),
     Column("tier", 8, lambda r, job: r["tier"] or "–"),
-    Column("backend", 7, lambda r, job: r["backend"] or "–", style="bold"),
-    Column("why", 18, lambda r, job: why(r)),
-    Column("prompt", 6, lambda r, job: str(r["prompt_tokens"] or "–"), right=True),
-    Column("TTFT", 8, lambda r, job: milliseconds(r["ttft_seconds"]), right=True),
+    Column("backend", 7, lambda r, job: r["backend"] or "–"),
+    Column("why", 15, lambda r, job: why(r)),
+    Column("prompt", 6, lambda r, job: count(r["prompt_tokens"]), right=True),
+    Column("cached", 6, lambda r, job: count(r["cached_tokens"]), right=True, style=warmth),
+    Column("TTFT", 8, lambda r, job: milliseconds(r["ttft_seconds"]), right=True, style=warmth),
     Column("gap", 8, lambda r, job: milliseconds(r["chunk_gap_p50_seconds"]), right=True),
     Column("TPOT", 8, lambda r, job: milliseconds(r["tpot_seconds"]), right=True),
     Column("tok/s", 5, lambda r, job: tokens_per_second(r), right=True),
@@ -105,7 +119,7 @@ class Rows:
         self.surprises += not as_expected
         line = Text()
         for column in self._columns:
-            style = column.style
+            style = column.style(record)
             if column.title == "backend" and record["backend"]:
                 style = f"bold {self._colour_of[record['backend']]}"
             if column.title == "outcome" and record["outcome"] != "ok":

@@ -1,40 +1,28 @@
-"""The demo's clients: an unmodified AsyncOpenAI, asking for everything that a mixed day brings.
+"""The demos' clients: an unmodified AsyncOpenAI, and what is asked when.
 
 Rules
-1. `plan` is data: what happens when. The same seed gives the same half minute.
+1. A plan is data: what happens when. The same seed gives the same half minute.
 2. Each request bears an id of ours (`x-request-id`), under which its record is found again; `Job` keeps what a
    record cannot know: what the client was up to, and how it should end.
-3. max_tokens is always set: the scripted model can talk for ever.
+3. What is asked belongs to a fleet (llama.py, study.py); asking, reading and timing are the same for all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import openai
 
-MODEL = "tiny"
-EXACT, INSTRUCT = "tiny-exact", "tiny-instruct"  # aliases: the reference weights only; without thinking
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather in a city",
-        "parameters": {
-            "type": "object",
-            "required": ["city"],
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-        },
-    },
-}
-
 Message = dict[str, Any]
+Action = Callable[[], Coroutine[Any, Any, None]]
+Prompt = Callable[[], list[Message]]
+EXACTLY = {"x-quality-tier": "exact"}  # asks for the reference weights, whatever the model's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +34,17 @@ class Job:
     expected: str = "ok"
 
 
-class Clients:
-    """What the demo's clients do. `jobs` by request id; `in_flight` and `broken` (unexpected errors) as they come."""
+class Traffic(ABC):
+    """What one fleet's clients do. `jobs` by request id; `in_flight` and `broken` (unexpected errors) as they come.
+
+    model: the public name; its aliases begin with `short`. max_tokens: of an answer, unless said otherwise.
+    pause: least and most seconds between two small requests.
+    """
+
+    model: str
+    short: str
+    max_tokens: int
+    pause: tuple[float, float]
 
     def __init__(self, base_url: str) -> None:
         # No retries: a row a request. The key is only there because the SDK wants one.
@@ -57,18 +54,38 @@ class Clients:
         self.in_flight = 0
         self.broken: list[str] = []
 
+    @property
+    def exact(self) -> str:
+        """The alias that asks for the reference weights."""
+        return f"{self.short}-exact"
+
+    @property
+    def instruct(self) -> str:
+        """The alias that does not think."""
+        return f"{self.short}-instruct"
+
     async def close(self) -> None:
         await self._api.close()
 
-    # one request
+    # what a fleet says for itself
+
+    @abstractmethod
+    def acts(self) -> list[tuple[float, Action]]:
+        """What happens once: (share of the time, action)."""
+
+    @abstractmethod
+    def small(self) -> list[Action]:
+        """What happens all the time, in turn."""
+
+    # one request, and two
 
     async def ask(
         self,
         what: str,
         messages: list[Message],
         *,
-        model: str = MODEL,
-        max_tokens: int = 64,
+        model: str | None = None,
+        max_tokens: int | None = None,
         stream: bool = True,
         expected: str = "ok",
         leave_after: int | None = None,
@@ -81,9 +98,9 @@ class Clients:
         self.in_flight += 1
         try:
             answer: Any = await self._api.chat.completions.create(
-                model=model,
+                model=model or self.model,
                 messages=messages,  # type: ignore[arg-type]
-                max_tokens=max_tokens,
+                max_tokens=max_tokens or self.max_tokens,
                 stream=stream,
                 extra_headers={"x-request-id": job.request_id, **(headers or {})},
                 **more,
@@ -98,128 +115,79 @@ class Clients:
         finally:
             self.in_flight -= 1
 
-    # what clients are up to
-
-    async def chat(self) -> None:
-        await self.ask("chat", _say("text"))
-
-    async def chat_instruct(self) -> None:
-        await self.ask("no thinking", _say("text"), model=INSTRUCT)
-
-    async def chat_whole(self) -> None:
-        await self.ask("not streamed", _say("text"), stream=False)
-
-    async def thinking(self) -> None:
-        await self.ask("long thinking", _say("ramble"), max_tokens=120)
-
-    async def emoji(self) -> None:
-        await self.ask("emoji", _say("utf8"))
-
-    async def long_answer(self) -> None:
-        await self.ask("long answer", _say("long"), max_tokens=300)
-
-    async def exact_alias(self) -> None:
-        await self.ask("exact, by alias", _say("text"), model=EXACT)
-
-    async def exact_header(self) -> None:
-        await self.ask("exact, by header", _say("long"), max_tokens=100, headers={"x-quality-tier": "exact"})
-
-    async def agent(self) -> None:
-        """A tool call, then an answer from its result."""
-        messages: list[Message] = [{"role": "user", "content": "What is the weather in Paris?"}]
-        said = await self.ask("agent: tool call", messages, tools=[WEATHER], tool_choice="auto")
+    async def ask_with_tool(
+        self, what: str, messages: list[Message], result: str, **more: Any
+    ) -> list[Message]:
+        """A tool call, then an answer from its result; the conversation with both."""
+        said = await self.ask(f"{what}: call", messages, tool_choice="auto", **more)
         if not said.get("tool_calls"):
-            return
+            return [*messages, said]
         results = [
-            {"role": "tool", "tool_call_id": call["id"], "content": "sunny, 21 degrees"}
-            for call in said["tool_calls"]
+            {"role": "tool", "tool_call_id": call["id"], "content": result} for call in said["tool_calls"]
         ]
-        await self.ask("agent: answer", [*messages, said, *results], tools=[WEATHER])
+        messages = [*messages, said, *results]
+        return [*messages, await self.ask(f"{what}: answer", messages, **more)]
 
-    async def session(self, name: str, turns: int = 4) -> None:
-        """A conversation: each turn brings the ones before along, and stays where they are cached."""
-        messages: list[Message] = []
-        for turn in range(1, turns + 1):
-            messages += _say("text")
-            what = f"session {name}, turn {turn}"
-            said = await self.ask(what, messages, headers={"x-session-id": f"demo-{name}"})
-            messages = [*messages, {"role": "assistant", "content": said.get("content") or ""}]
+    # actions made of requests
 
-    async def burst(self) -> None:
-        await asyncio.gather(*(self.ask(f"burst {i}", _say("long"), max_tokens=100) for i in range(1, 9)))
+    def one(self, what: str, prompt: Prompt, **more: Any) -> Action:
+        """A request, with what `ask` takes."""
 
-    async def document(self) -> None:
-        """More than the smaller window holds: it can only go to the larger one."""
-        await self.ask("long prompt", [_user("lorem ipsum " * 370 + "#script:text")])
+        async def act() -> None:
+            await self.ask(what, prompt(), **more)
 
-    async def too_long(self) -> None:
-        """More than any window holds: an honest 400."""
-        await self.ask("over-long prompt", [_user("lorem ipsum " * 9000)], expected="bad_request")
+        return act
 
-    async def leave(self) -> None:
+    def burst(self, count: int, prompt: Prompt, **more: Any) -> Action:
+        """So many at once."""
+
+        async def act() -> None:
+            each = (self.one(f"burst {number}", prompt, **more) for number in range(1, count + 1))
+            await asyncio.gather(*(act() for act in each))
+
+        return act
+
+    def leaving(self, prompt: Prompt, **more: Any) -> Action:
         """The user closes the tab: generation must stop."""
-        await self.ask("client leaves", _say("long"), max_tokens=3500, leave_after=20, expected="cancelled")
+        return self.one("client leaves", prompt, expected="cancelled", **more)
+
+    # when
+
+    def plan(self, seconds: float, rng: Random) -> Iterator[tuple[float, Action]]:
+        """What starts when, in order: (seconds from the start, action)."""
+        timed = [(share * seconds, action) for share, action in self.acts()]
+        small = itertools.cycle(self.small())
+        at = 0.0
+        while at < seconds:
+            timed.append((at, next(small)))
+            at += rng.uniform(*self.pause)
+        return iter(sorted(timed, key=lambda act: act[0]))
+
+    async def run(self, seconds: float, seed: int = 1) -> None:
+        """Half a minute of it: returns when the last answer is in."""
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            for at, action in self.plan(seconds, Random(seed)):
+                await asyncio.sleep(max(0.0, start + at - loop.time()))
+                tasks.create_task(action())
 
 
-Action = Callable[[], Awaitable[None]]
-
-
-def plan(clients: Clients, seconds: float, rng: Random) -> Iterator[tuple[float, Action]]:
-    """What starts when, in order: (seconds from the start, action)."""
-    acts: list[tuple[float, Action]] = [
-        (0.05, clients.agent),
-        (0.10, lambda: clients.session("a")),
-        (0.15, clients.document),
-        (0.25, clients.burst),
-        (0.38, clients.too_long),
-        (0.45, lambda: clients.session("b")),
-        (0.50, clients.leave),
-        (0.60, clients.agent),
-        (0.70, clients.burst),
-        (0.80, lambda: clients.session("c")),
-        (0.85, clients.document),
-    ]
-    timed = [(share * seconds, action) for share, action in acts]
-    small: list[Action] = [
-        clients.chat,
-        clients.chat_instruct,
-        clients.chat_whole,
-        clients.emoji,
-        clients.exact_alias,
-        clients.exact_header,
-        clients.long_answer,
-        clients.thinking,
-    ]
-    at = 0.0
-    for number in itertools.count():
-        if at >= seconds:
-            break
-        timed.append((at, small[number % len(small)]))
-        at += rng.uniform(0.3, 1.1)
-    return iter(sorted(timed, key=lambda act: act[0]))
-
-
-async def run(clients: Clients, seconds: float, seed: int = 1) -> None:
-    """Half a minute of it: returns when the last answer is in."""
-    loop = asyncio.get_running_loop()
-    start = loop.time()
-    async with asyncio.TaskGroup() as tasks:
-        for at, action in plan(clients, seconds, Random(seed)):
-            await asyncio.sleep(max(0.0, start + at - loop.time()))
-            tasks.create_task(_act(action))
-
-
-async def _act(action: Action) -> None:
-    await action()
-
-
-def _user(text: str) -> Message:
+def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _say(script: str) -> list[Message]:
-    """A prompt that names what the scripted model is to say."""
-    return [_user(f"Hello! #script:{script}")]
+def tool(name: str, description: str, required: str, **properties: str) -> dict[str, Any]:
+    """A tool in OpenAI's form; the properties by their JSON type."""
+    parameters = {
+        "type": "object",
+        "required": [required],
+        "properties": {key: {"type": kind} for key, kind in properties.items()},
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 def _message(message: Any) -> Message:
