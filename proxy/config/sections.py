@@ -47,6 +47,10 @@ from proxy.config.values import (
 )
 
 
+ToolFormatName = Literal["openai", "xml", "json"]
+ReasoningName = Literal["backend", "reasoning", "reasoning_content", "both"]
+
+
 class Section(BaseModel):
     model_config = STRICT
 
@@ -57,6 +61,7 @@ class ApiKey(Section):
     name: Name
     key: SecretRef | None = None
     sha256: Digest | None = None
+    tool_format: ToolFormatName | None = None
 
     @property
     def digest(self) -> str:
@@ -161,6 +166,19 @@ class Backend(Section):
     metrics_path: AbsolutePath = "/metrics"
     stream_usage: bool = True
     max_idle: CountOrNone | None = None
+    parser: Literal["backend", "none"] = "backend"
+    reasoning_parser: Literal["backend", "none"] = "backend"
+    tool_choice: Literal["native", "auto_enforced"] | None = None
+    history_reasoning: Literal["reasoning", "reasoning_content"] | None = None
+
+    @property
+    def enforces_choice(self) -> bool:
+        """`required` and named tool choices are seen to by the gateway: as configured, else where the profile
+        knows that this server's own way loses calls, or it has no parser at all."""
+        if self.tool_choice is not None:
+            return self.tool_choice == "auto_enforced"
+        measured = self.measured
+        return self.parser == "none" or (measured is not None and not measured.tool_choice_required_works)
 
     @property
     def measured(self) -> Profile | None:
@@ -185,6 +203,8 @@ class Model(Section):
     aliases: Array[Name] = ()
     tier: str | None = None
     response_model: Literal["backend", "public"] | None = None
+    tool_format: ToolFormatName | None = None
+    reasoning: ReasoningName | None = None
     defaults: JsonTable = Field(default_factory=dict)
     overrides: JsonTable = Field(default_factory=dict)
 
@@ -267,6 +287,8 @@ class ModelRoute:
     backends: tuple[str, ...]
     tier: str
     response_model: Literal["backend", "public"]
+    tool_format: ToolFormatName
+    reasoning: ReasoningName
     defaults: Mapping[str, object]
     overrides: Mapping[str, object]
 
@@ -297,12 +319,16 @@ class Config(Section):
     def _route(self, public: str, name: str) -> ModelRoute:
         """Walk from an alias to its model; what stands nearer to the public name wins."""
         tier = response_model = None
+        tool_format: ToolFormatName | None = None
+        reasoning: ReasoningName | None = None
         defaults: Mapping[str, object] = {}
         overrides: Mapping[str, object] = {}
         while True:
             model = self.models[name]
             tier = tier or model.tier
             response_model = response_model or model.response_model
+            tool_format = tool_format or model.tool_format
+            reasoning = reasoning or model.reasoning
             defaults = _merged(model.defaults, defaults)
             overrides = _merged(model.overrides, overrides)
             if model.alias_of is None:
@@ -314,6 +340,8 @@ class Config(Section):
             backends=model.backends or tuple(backend.name for backend in self.backends),
             tier=tier or self.policy.default_tier,
             response_model=response_model or "backend",
+            tool_format=tool_format or "openai",
+            reasoning=reasoning or "backend",
             defaults=defaults,
             overrides=overrides,
         )

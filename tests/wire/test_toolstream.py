@@ -70,7 +70,10 @@ def test_a_case_comes_out_right_under_its_public_name(case: dict[str, Any]) -> N
 def test_plain_text_with_tools_armed_leaves_as_the_bytes_that_came() -> None:
     case = next(case for case in SETTLED if case["id"])
     events = encode(
-        [{"role": "assistant", "content": ""}, *({"content": w} for w in "a b c d é 你 e".split())]
+        [
+            {"role": "assistant", "content": ""},
+            *({"content": w} for w in ["a", "b", "c", "d", "é", "你", "e"]),
+        ]
     )[:-1]
     reader = ToolChatStream(lambda exact: engine(case, exact), ChatShape())
     for event in events:
