@@ -131,6 +131,12 @@ class Connection:
             while not self.response.continued and await self._more():
                 pass
 
+    async def read_end(self) -> None:
+        """Until the gateway closes the connection; nothing may come before that."""
+        async with asyncio.timeout(DEADLINE):
+            assert await self._reader.read() == b""
+        self.closed_by_peer = True
+
     def send_more(self, data: bytes) -> None:
         """More of the request that was begun."""
         self._writer.write(data)
