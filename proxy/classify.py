@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from policies import PromptSizes, RequestFacts, Tier, estimate_prompt
+from policies import PromptSizes, RequestFacts, RouterParams, Tier, estimate_prompt
+from policies.filters import tier as tier_filter
 from policies.types import ContextEstimate
 from proxy.attempt import Limits, Plan
 from proxy.config import Config, ModelRoute, Timeouts
@@ -32,6 +33,8 @@ SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-se
 """Where clients and agents say which conversation a request belongs to; the first one found counts."""
 
 _INCLUDE_USAGE = override("stream_options.include_usage", True)
+# Without include_usage it does nothing; with ours it would put usage into every chunk.
+_NOT_CONTINUOUS = override("stream_options.continuous_usage_stats", False)
 _STREAM_USAGE = frozenset({Api.CHAT, Api.COMPLETIONS})
 _NOTHING = ContextEstimate(0, 0, 0)
 
@@ -53,6 +56,7 @@ class Classifier:
         self._config = config
         self._pool = pool
         self._owners = owners
+        self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
         self._edits = {name: _route_edits(route) for name, route in config.routes.items()}
         targets = [name for name, model in config.models.items() if model.alias_of is None]
         self._only = targets[0] if len(targets) == 1 else None
@@ -82,7 +86,7 @@ class Classifier:
         if isinstance(body, RequestBody):
             record.tools = body.tools
             session = session or body.session
-            prompt = self._estimate(body, route)
+            prompt = self._estimate(body, route, tier)
             if endpoint.generates:
                 output = body.max_output_tokens or self._config.policy.output_reserve_tokens
             if body.previous_response_id is not None:
@@ -112,6 +116,8 @@ class Classifier:
             usage = body.stream and endpoint.api in _STREAM_USAGE and not body.include_usage
             if usage and backend.spec.stream_usage:
                 edits.append(_INCLUDE_USAGE)
+                if b"continuous_usage_stats" in (body.scan.raw(b"stream_options") or b""):
+                    edits.append(_NOT_CONTINUOUS)
                 hide_usage = True
             if edits:
                 try:
@@ -198,11 +204,22 @@ class Classifier:
         record.tier_asked = record.tier = name
         return tier
 
-    def _estimate(self, body: RequestBody, route: ModelRoute) -> ContextEstimate:
-        """Words bound a prompt from below, and cost: they are counted where it seems too long for every window."""
+    def _backends(self, route: ModelRoute, tier: Tier) -> tuple[str, ...]:
+        """Those good enough for the tier, up or down: the configuration alone says."""
+        key = route.name, tier.name
+        if key not in self._allowed:
+            facts = RequestFacts(route.name, tier, _NOTHING, 0)
+            views = self._pool.views(route.backends, 0.0)
+            fit = tuple(view.name for view in views if tier_filter(facts, view, RouterParams()) is None)
+            self._allowed[key] = fit
+        return self._allowed[key]
+
+    def _estimate(self, body: RequestBody, route: ModelRoute, tier: Tier) -> ContextEstimate:
+        """Words bound a prompt from below, and cost: they are counted where it seems too long for every window
+        that the tier allows."""
         ratio = self._config.policy.tokens
         estimate = estimate_prompt(_prompt_sizes(body, None), ratio)
-        window = self._pool.largest_window(route.backends)
+        window = self._pool.largest_window(self._backends(route, tier))
         if window is not None and estimate.tokens > window:
             estimate = estimate_prompt(_prompt_sizes(body, body.words()), ratio)
         # A prompt that the server may cut is never too long.

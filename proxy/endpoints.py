@@ -5,6 +5,7 @@ A path that is not here is an OpenAI-shaped 404. `relayed` paths go to a backend
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -56,9 +57,30 @@ RELAYED: dict[str, Endpoint] = {
 }
 
 RESPONSES_PREFIX = "/v1/responses/"
+# An id, not a path: what a backend might resolve to some other endpoint (dots, escapes, slashes) is no id.
+_STORED = re.compile(r"/v1/responses/[A-Za-z0-9][A-Za-z0-9._:~-]*(/cancel|/input_items)?")
+_STORED_METHODS = {None: ("GET", "DELETE"), "/cancel": ("POST",), "/input_items": ("GET",)}
 MODELS = "/v1/models"
 PUBLIC = ("/health", "/ready", "/version", "/metrics")
 """Answered by the gateway itself; keyless on the data side by default."""
+
+
+def find(path: str) -> tuple[Endpoint, tuple[str, ...]] | None:
+    """The endpoint that goes to a backend under this path, and the methods it takes."""
+    endpoint = RELAYED.get(path)
+    if endpoint is not None:
+        return endpoint, ("POST",)
+    stored = _STORED.fullmatch(path)
+    if stored is None:
+        return None
+    return Endpoint(path, Api.RESPONSES, body=Body.NONE), _STORED_METHODS[stored[1]]
+
+
+def meant(path: str) -> str | None:
+    """The path that a client with a base URL a bit off meant: `/v1` missing or twice, a slash too many."""
+    tail = path.rstrip("/")
+    known = (*RELAYED, MODELS)
+    return next((p for p in known if p != path and tail.endswith(p.removeprefix("/v1"))), None)
 
 
 def api_of(path: str) -> Api:

@@ -24,10 +24,10 @@ from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
 from proxy.classify import Classified, Classifier
 from proxy.clock import Clock
 from proxy.config import Timeouts
-from proxy.endpoints import RELAYED, RESPONSES_PREFIX, Body, Endpoint, api_of
+from proxy.endpoints import Endpoint, api_of, find, meant
 from proxy.errors import Outcome, ProxyError
 from proxy.front import Answer, send_continue
-from proxy.headers import Cors, error_headers, request_head, request_id, response_headers
+from proxy.headers import Cors, error_headers, origin_form, request_head, request_id, response_headers
 from proxy.local import Local
 from proxy.metrics import Metrics
 from proxy.owners import Owners
@@ -37,10 +37,13 @@ from proxy.refusals import fault_error, refusal, reply_error, unreachable
 from proxy.relay import Relay
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.wire.answers import read_answer
-from proxy.wire.errors import Api, ErrorInfo, is_context_overflow, render_body, render_event
+from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, Api, ErrorInfo, render_body, render_event
 from proxy.wire.streams import swap_model
 
 log = logging.getLogger("tierline.request")
+
+# What aiohttp unpacks while it reads; anything else would go on as it is, under a header that is gone.
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 
 STOPPING = "The gateway is shutting down; please send the request again."
 
@@ -48,11 +51,17 @@ _FAILURES = {
     FaultKind.STALE: Failure.REUSED,
     FaultKind.CUT: Failure.CUT,
     FaultKind.EMPTY: Failure.CUT,
-    FaultKind.ERROR_EVENT: Failure.ERROR,
     FaultKind.ABORTED: Failure.ERROR,
     FaultKind.MALFORMED: Failure.MALFORMED,
     FaultKind.TIMEOUT: Failure.TIMEOUT,
 }
+
+
+def _failure_of(error: ProxyError) -> Failure:
+    """What an error that the backend put into words means for a retry."""
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        return Failure.OVERFLOW
+    return Failure.ERROR if error.status >= 500 else Failure.REJECTED
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +150,7 @@ class Exchange:
         "interrupted",
         "path",
         "record",
+        "target",
     )
 
     def __init__(self, gateway: Gateway, request: web.BaseRequest) -> None:
@@ -151,7 +161,8 @@ class Exchange:
         self._task = asyncio.current_task()
         self._ended = False
         self.interrupted = False
-        self.path = request.raw_path.partition("?")[0]
+        self.target = origin_form(request.raw_path)
+        self.path = self.target.partition("?")[0]
         self.api = api_of(self.path)
         ident = request_id(request.headers.get("x-request-id"))
         self.record = Record(ident, self.api, self.path, now, gateway.clock.wall())
@@ -173,8 +184,7 @@ class Exchange:
         if not gateway.local.owns(self.path):
             return None
         try:
-            if self.path not in gateway.public_paths:
-                self.authorize()
+            self.authorize()
             status, headers, body = gateway.local.page(request.method, unquote(self.path))
         except ProxyError as error:
             self.refuse(error)
@@ -184,31 +194,40 @@ class Exchange:
 
     def authorize(self) -> None:
         gateway = self._gateway
-        if not gateway.keys:
+        if not gateway.keys or self.path in gateway.public_paths:
             return
         tenant = gateway.keys.identify(self._request.headers)
         if tenant is None:
             message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
-            raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key")
+            headers = (("www-authenticate", "Bearer"),)
+            raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key", headers=headers)
         self.record.tenant = tenant
 
     def find_endpoint(self) -> Endpoint:
         method = self._request.method
-        if self.path.startswith(RESPONSES_PREFIX) and method in ("GET", "DELETE", "POST"):
-            return Endpoint(self.path, Api.RESPONSES, body=Body.NONE)
-        endpoint = RELAYED.get(self.path)
-        if endpoint is None:
-            raise ProxyError(
-                Outcome.BAD_REQUEST, 404, f"Unknown path: {method} {self.path}", code="unknown_url"
+        found = find(self.path)
+        if found is None:
+            hint = meant(self.path)
+            message = f"Unknown path: {method} {self.path[:200]}" + (
+                f". Did you mean {hint}?" if hint else ""
             )
-        if method != "POST":
-            message = f"{self.path} takes POST, not {method}."
-            headers = (("allow", "POST"),)
+            raise ProxyError(Outcome.BAD_REQUEST, 404, message, code="unknown_url")
+        endpoint, methods = found
+        if method not in methods:
+            message = f"{self.path} takes {' or '.join(methods)}, not {method}."
+            headers = (("allow", ", ".join(methods)),)
             raise ProxyError(Outcome.BAD_REQUEST, 405, message, code="method_not_allowed", headers=headers)
         return endpoint
 
     async def read_body(self) -> bytes:
         gateway, request = self._gateway, self._request
+        encoding = ", ".join(request.headers.getall("content-encoding", ())).strip().lower()
+        if encoding not in _ENCODINGS:
+            message = f"The content-encoding '{encoding[:100]}' is not known; send gzip, deflate or none."
+            headers = (("accept-encoding", "gzip, deflate"),)
+            raise ProxyError(Outcome.BAD_REQUEST, 415, message, code="unsupported_encoding", headers=headers)
+        if (request.content_length or 0) > request.client_max_size:
+            raise self._too_large()
         if request.headers.get("expect", "").lower() == "100-continue":
             send_continue(request)
         try:
@@ -218,13 +237,16 @@ class Exchange:
             message = f"The request body did not arrive within {gateway.body_timeout:g} s."
             raise ProxyError(Outcome.CLIENT_TIMEOUT, 408, message, code="request_timeout") from None
         except web.HTTPRequestEntityTooLarge:
-            message = f"The request body is larger than {request.client_max_size} bytes."
-            raise ProxyError(Outcome.BAD_REQUEST, 413, message, code="request_too_large") from None
+            raise self._too_large() from None
         except (web.PayloadAccessError, web.RequestPayloadError):
             raise ProxyError(Outcome.BAD_REQUEST, 400, "The request body cannot be read.") from None
         self.record.body_read_at = gateway.clock.now()
         self.record.bytes_in = len(body)
         return body
+
+    def _too_large(self) -> ProxyError:
+        message = f"The request body is larger than {self._request.client_max_size} bytes."
+        return ProxyError(Outcome.BAD_REQUEST, 413, message, code="request_too_large")
 
     # -- choose, relay ------------------------------------------------------------------------------------------
 
@@ -292,7 +314,7 @@ class Exchange:
                 return unreachable(backend.name, exc), Failure.CONNECT
         request = self._request
         head = request_head(
-            (request.method, request.raw_path),
+            (request.method, self.target),
             request.raw_headers,
             self.record.request_id,
             backend.spec,
@@ -304,8 +326,10 @@ class Exchange:
             gateway.pool.answered(backend.name)
             return self._reply(backend, result.reply, endpoint, asked)
         if result.fault is not None:
-            failure = _FAILURES.get(result.fault.kind)
-            return fault_error(backend.name, result.fault), failure
+            error = fault_error(backend.name, result.fault)
+            if result.fault.kind is FaultKind.ERROR_EVENT:
+                return error, _failure_of(error)
+            return error, _FAILURES.get(result.fault.kind)
         gateway.pool.answered(backend.name)
         # A Responses stream says itself, in its last event, that it failed: told as it came, counted as it is.
         failed = endpoint.api is Api.RESPONSES and self.record.finish_reason == "failed"
@@ -345,10 +369,8 @@ class Exchange:
         record = self.record
         answer = read_answer(reply.body) if endpoint.api is not Api.OTHER or asked.facts.stream else None
         if reply.status >= 300 or (answer is not None and answer.failed):
-            error, info = reply_error(backend.name, reply, self._credentials(backend))
-            if is_context_overflow(info):
-                return error, Failure.OVERFLOW
-            return error, Failure.ERROR if error.status >= 500 else Failure.REJECTED
+            error = reply_error(backend.name, reply, self._credentials(backend))
+            return error, _failure_of(error)
         if answer is not None:
             if answer.malformed and reply.status == 200:
                 fault = Fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, "the answer is not JSON")
@@ -398,6 +420,8 @@ class Exchange:
         if answer.finished or answer.gone:
             return
         if not answer.started:
+            if not self._request.content.is_eof():
+                answer.close_behind()  # whether the rest of the body will follow nobody knows
             record.status = error.status
             headers = error_headers(error.upstream_headers, [*self._headers, *self._tierline_headers()])
             headers += [(name.encode(), value.encode()) for name, value in error.headers]

@@ -21,12 +21,16 @@ _REQUEST_DROP = frozenset(
 )
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"cookie"))
 _REQUEST_DROP_ALL = _REQUEST_DROP | _CREDENTIALS
+# Another Tierline behind this one says these of itself.
+_TIERLINE = (b"x-tierline-backend", b"x-tierline-tier", b"x-tierline-reason")
 _RESPONSE_DROP = frozenset(
-    (b"content-length", b"x-request-id", b"alt-svc", b"strict-transport-security")
+    _TIERLINE
+    + (b"content-length", b"x-request-id", b"alt-svc", b"strict-transport-security")
     + (b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-allow-headers")
     + (b"access-control-allow-methods", b"access-control-expose-headers", b"access-control-max-age")
 )
 _ERROR_DROP = _RESPONSE_DROP | {b"content-type", b"content-encoding", b"etag", b"set-cookie"}
+_ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -35,6 +39,14 @@ def request_id(asked: str | None) -> str:
     if asked is not None and _REQUEST_ID.fullmatch(asked):
         return asked
     return secrets.token_hex(16)
+
+
+def origin_form(target: str) -> str:
+    """Path and query of a request target. Clients that take us for their HTTP proxy send a whole URL."""
+    if target.startswith("/") or (url := _ABSOLUTE.match(target)) is None:
+        return target
+    rest = target[url.end() :]
+    return rest if rest.startswith("/") else f"/{rest}"
 
 
 def request_head(
@@ -54,7 +66,7 @@ def request_head(
         method.encode(),
         b" ",
         backend.path_prefix,
-        target.encode(),
+        target.encode("utf-8", "surrogateescape"),
         b" HTTP/1.1\r\nhost: ",
         backend.host_header,
     ]
@@ -102,6 +114,9 @@ class Cors:
         return [
             *self.headers(origin),
             (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-            (b"access-control-allow-headers", (asked or "authorization, content-type").encode("latin-1")),
+            (
+                b"access-control-allow-headers",
+                (asked or "authorization, content-type").encode("utf-8", "surrogateescape"),
+            ),
             (b"access-control-max-age", b"600"),
         ]

@@ -49,7 +49,7 @@ class Local:
                 405,
                 f"{path} takes GET, not {method}.",
                 code="method_not_allowed",
-                headers=(("allow", "GET"),),
+                headers=(("allow", "GET, HEAD"),),
             )
         if path == "/health":
             return 200, [_JSON], b'{"status":"ok"}'

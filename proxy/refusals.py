@@ -81,7 +81,7 @@ def fault_error(backend: str, fault: Fault) -> ProxyError:
     return ProxyError(fault.outcome, status, message, type="server_error", code=fault.outcome.value)
 
 
-def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> tuple[ProxyError, ErrorInfo]:
+def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> ProxyError:
     """An error response of the backend: status and meaning kept, in OpenAI's fields.
 
     A 401 or 403 is the client's only if the client's own key was sent; to ours it is a fault of the set-up. A
@@ -99,7 +99,7 @@ def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> tuple[P
         headers = []
         info = ErrorInfo(502, message, "server_error", "upstream_auth")
     outcome = Outcome.UPSTREAM_ERROR if info.status >= 500 else Outcome.UPSTREAM_REJECTED
-    error = ProxyError(
+    return ProxyError(
         outcome,
         info.status,
         info.message,
@@ -108,4 +108,3 @@ def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> tuple[P
         param=info.param,
         upstream_headers=tuple(headers),
     )
-    return error, info

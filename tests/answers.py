@@ -86,7 +86,8 @@ Steps = Sequence[Step]
 
 def head_bytes(head: Head) -> bytes:
     """As they go over the wire."""
-    reason = HTTPStatus(head.status).phrase if head.reason is None else head.reason
+    known = head.status in {status.value for status in HTTPStatus}
+    reason = head.reason or (HTTPStatus(head.status).phrase if known else "Status")
     lines = [
         f"HTTP/1.1 {head.status} {reason}",
         *(f"{name}: {value}" for name, value in head.headers),
