@@ -109,18 +109,17 @@ async def test_no_connection_within_the_limit_is_a_504(
 
 
 @each_way
-@each_dialect
-async def test_a_failed_tls_handshake_is_a_502_and_the_next_backend_answers(
-    make_gateway: MakeGateway, backend: ScriptedBackend, dialect: Dialect, stream: bool
+async def test_a_failed_tls_handshake_is_a_502_and_nothing_of_the_request_was_said(
+    make_gateway: MakeGateway, stream: bool
 ) -> None:
     async with ScriptedBackend(tls=server_tls()[0]) as untrusted:
-        alone = await make_gateway(untrusted, config=QUIET)
-        response = await alone.ask(dialect.path, dialect.request(stream=stream))
+        gateway = await make_gateway(untrusted, config=QUIET)
+        response = await gateway.chat(stream=stream)
         assert response.status == 502
-        assert "TLS" in dialect.error_in(response.json)["message"]
-        await alone.ended(Outcome.UPSTREAM_CONNECT)
+        assert "TLS" in CHAT_DIALECT.error_in(response.json)["message"]
+        await gateway.ended(Outcome.UPSTREAM_CONNECT)
         assert not untrusted.requests
-        await settled(alone)
+        await settled(gateway)
 
 
 async def test_plain_http_spoken_to_a_tls_backend_is_a_502(
@@ -234,7 +233,7 @@ async def test_an_error_event_about_the_request_is_rejected_like_any_4xx(
 
 @each_way
 @each_dialect
-@pytest.mark.parametrize("status", [500, 502, 503, 529])
+@pytest.mark.parametrize("status", [500, 529])
 async def test_a_5xx_passes_with_its_status_and_message(
     make_gateway: MakeGateway, backend: ScriptedBackend, dialect: Dialect, stream: bool, status: int
 ) -> None:

@@ -297,7 +297,7 @@ async def test_an_answer_before_the_request_is_read_passes_and_ends_the_connecti
 
 
 @each_way
-@pytest.mark.parametrize("statuses", [(100,), (103,), (100, 102, 103)], ids=str)
+@pytest.mark.parametrize("statuses", [(103,), (100, 102, 103)], ids=str)
 @pytest.mark.parametrize("one_read", [True, False], ids=["one read", "apart"])
 async def test_interim_answers_are_skipped(
     make_gateway: MakeGateway,
