@@ -75,6 +75,8 @@ def read_answer(body: bytes) -> Answer:
         aborted = "abort" in reasons
     elif data.get("object") == "response":
         finish = data.get("status")
+    elif data.get("type") == "message":
+        aborted = aborted or finish is None  # vLLM has no other word there for what it gives up
     ident = data.get("id")
     return Answer(
         read_usage(data.get("usage")),

@@ -59,6 +59,7 @@ class StreamReader:
         "error",
         "events",
         "finish_reason",
+        "lacks_call",
         "notable",
         "response_id",
         "usage",
@@ -86,6 +87,8 @@ class StreamReader:
         """The protocol's own end mark was seen ([DONE], message_stop, response.completed …)."""
         self.error: Any = None
         """The decoded payload of an error event."""
+        self.lacks_call = False
+        """The answer must hold a tool call, and none has begun."""
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
         self.response_id: str | None = None
@@ -344,12 +347,14 @@ class MessagesStream(StreamReader):
                 return False, False
         elif kind == "message_stop":
             self.ended = self.notable = True
+            return self.complete(), False  # an end mark on half an answer would make it look whole
         elif kind is None:
             raise MalformedStream("an event without type")
         return True, False
 
     def complete(self) -> bool:
-        return self.ended and not self.aborted
+        # vLLM has no word for an answer that it gives up: it stops without a stop_reason.
+        return self.ended and self.finish_reason is not None and not self.aborted
 
 
 class ResponsesStream(StreamReader):

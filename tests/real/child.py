@@ -2,7 +2,8 @@
 
 Rules
 1. A child leads its own session: Ctrl-C in the terminal reaches us alone, and we end our children in order.
-2. If we die without ending it, the kernel does (Linux: parent death signal, set before the program is run).
+2. If we die without ending it, the kernel does (Linux: parent death signal, set before the program is run):
+   SIGKILL, or for a child that has children of its own to end, SIGTERM.
    That signal is tied to the thread that spawned the child: spawn from one that stays.
 3. What a child prints goes to a file, so that no pipe can fill up; `tail` shows its end.
 """
@@ -24,9 +25,9 @@ PATIENCE = 10.0  # seconds that a child has to end by itself
 # Runs the program in its place, after asking the kernel to end it with its parent.
 _LAUNCH = """
 import ctypes, os, sys
-parent, program = int(sys.argv[1]), sys.argv[2:]
+parent, death, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)
+    ctypes.CDLL(None).prctl(1, death)
 if os.getppid() != parent:
     sys.exit(1)
 os.execvp(program[0], program)
@@ -34,14 +35,19 @@ os.execvp(program[0], program)
 
 
 class Child:
-    """One running program. log: the file that holds its output."""
+    """One running program. log: the file that holds its output. death: the signal that it gets when we die."""
 
     def __init__(
-        self, command: Sequence[str | Path], log: Path, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str | Path],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        death: signal.Signals = signal.SIGKILL,
     ) -> None:
         self.log = log
         self.name = Path(command[0]).name
-        launcher = [sys.executable, "-S", "-E", "-c", _LAUNCH, str(os.getpid()), *map(str, command)]
+        launch = [sys.executable, "-S", "-E", "-c", _LAUNCH, str(os.getpid()), str(int(death))]
+        launcher = [*launch, *map(str, command)]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 launcher,

@@ -17,6 +17,8 @@ from tests.real.llama import LlamaServer
 from tests.real.server import RealServer, Unavailable
 from tests.real.vllm_cpu import VllmServer
 
+pytest.register_assert_rewrite("tests.real.alike")
+
 Server = TypeVar("Server", bound=RealServer)
 
 

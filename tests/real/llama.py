@@ -143,7 +143,7 @@ class LlamaServer(RealServer):
         port: int = 0,
         slots: int = 4,
         window_tokens: int = 4096,
-        threads: int = 2,
+        threads: int = 1,  # two that wait for each other crawl where something else computes, too
         key: str | None = None,
         options: tuple[str, ...] = (),
     ) -> None:

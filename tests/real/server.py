@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import tempfile
 import time
@@ -28,6 +29,7 @@ class RealServer(ABC):
     """One server, as a context manager (also async). key: what clients must send, if anything."""
 
     start_seconds = 30.0  # that it has to load its model
+    death = signal.SIGKILL  # what it gets when the tests are killed
     listening: re.Pattern[str] | None = None  # in the log of one that chooses its port itself
 
     def __init__(self, name: str, port: int, key: str | None) -> None:
@@ -77,7 +79,7 @@ class RealServer(ABC):
     def start(self) -> None:
         """Start it and return at once; `ready` tells when it serves. Call it from a thread that stays."""
         self._folder = tempfile.TemporaryDirectory(prefix="tierline-")
-        self.child = Child(self.command(), Path(self._folder.name) / "log", self.environment())
+        self.child = Child(self.command(), Path(self._folder.name) / "log", self.environment(), self.death)
 
     def ready(self) -> bool:
         """Whether it serves by now; Unavailable when it ended instead."""

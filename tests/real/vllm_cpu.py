@@ -92,6 +92,7 @@ class VllmServer(RealServer):
     """
 
     start_seconds = 240.0
+    death = signal.SIGTERM  # it has an engine to end
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class VllmServer(RealServer):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, whole ones only
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",
         }
 
     def running(self) -> int:

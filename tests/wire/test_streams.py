@@ -178,6 +178,22 @@ def test_done_without_finish_reason_is_held_back_and_not_whole() -> None:
     assert not reader.complete()
 
 
+@pytest.mark.parametrize("delta", [{"stop_reason": None, "stop_sequence": None}, {}, None])
+def test_a_message_that_stops_without_a_stop_reason_was_given_up(delta: object) -> None:
+    """vLLM's SIGTERM as Anthropic's messages: no "abort" there, but message_stop all the same."""
+    events = [
+        b'event: message_start\ndata: {"type":"message_start","message":{"id":"m","usage":{}}}\n\n',
+        b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"a"}}\n\n',
+        b'event: message_delta\ndata: {"type":"message_delta","delta":%b}\n\n' % json.dumps(delta).encode(),
+    ]
+    reader = MessagesStream()
+    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    assert run(reader, [*events, stop]) == b"".join(events)
+    assert reader.ended
+    assert reader.notable
+    assert not reader.complete()
+
+
 def test_a_missing_done_is_mended_after_a_finish_reason() -> None:
     reader = ChatStream()
     run(reader, [chunk({"content": "a"}), chunk({}, "stop")])
@@ -270,3 +286,18 @@ def test_whole_answers_say_how_they_ended() -> None:
     assert read_answer(b"not json").finish_reason is None
     assert read_answer(b'{"object":"response","status":"incomplete","id":"r"}').finish_reason == "incomplete"
     assert read_answer(b'{"type":"message","stop_reason":"end_turn"}').finish_reason == "end_turn"
+
+
+@pytest.mark.parametrize(
+    ("body", "aborted"),
+    [
+        (b'{"type":"message","stop_reason":null}', True),
+        (b'{"type":"message","content":[]}', True),
+        (b'{"type":"message","stop_reason":"max_tokens"}', False),
+        (b'{"input_tokens":24}', False),  # counted tokens are no message
+        (b'{"object":"response","status":"completed"}', False),
+        (b'{"object":"list","data":[]}', False),
+    ],
+)
+def test_a_whole_message_without_a_stop_reason_was_given_up(body: bytes, aborted: bool) -> None:
+    assert read_answer(body).aborted is aborted
