@@ -293,6 +293,20 @@ async def test_an_answer_before_the_request_is_read_passes_and_ends_the_connecti
     await settled(gateway, pooled=0)
 
 
+async def test_a_connection_whose_answer_ended_in_the_read_that_broke_it_serves_again(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    gateway = await make_gateway(backend, config=QUIET)
+    error = CHAT_DIALECT.own_error
+    backend.answer(
+        [CHAT_DIALECT.stream()[0], Raw(b"%x\r\n%b\r\n0\r\n\r\n" % (len(error), error))], chat_json()
+    )
+    assert (await gateway.chat(stream=True)).status == 500
+    await settled(gateway, pooled=1)
+    assert (await gateway.chat()).status == 200
+    assert backend.requests[1].reused
+
+
 # -- odd answers --------------------------------------------------------------------------------------------------------
 
 
