@@ -24,6 +24,7 @@ class Failure(StrEnum):
     TIMEOUT = "timeout"  # no first token, too long a gap, or too long in all
     CUT = "cut"  # the connection ended before the answer was whole
     MALFORMED = "malformed"  # not HTTP, not SSE, or not the endpoint's shape
+    NO_CALL = "no_call"  # a whole answer without the tool call that the request demands
 
 
 class Retry(StrEnum):
@@ -32,6 +33,7 @@ class Retry(StrEnum):
     NO = "no"
     SAME_BACKEND = "same_backend"  # on a fresh connection
     OTHER_BACKEND = "other_backend"  # choose again with the failed one in `tried`
+    AGAIN = "again"  # choose again among all, saying more clearly what is wanted
     LARGER_WINDOW = "larger_window"  # choose again with `larger_than` the failed one's window
 
 
@@ -49,6 +51,7 @@ RULES: Mapping[Failure, Rule] = MappingProxyType(
         Failure.CONNECT: Rule(Retry.OTHER_BACKEND),
         Failure.REUSED: Rule(Retry.SAME_BACKEND, times=1),
         Failure.OVERFLOW: Rule(Retry.LARGER_WINDOW, times=1),
+        Failure.NO_CALL: Rule(Retry.AGAIN, times=1),
     }
 )
 

@@ -190,6 +190,10 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
         kv_tokens=backend.limits.kv_tokens,
         stream_usage=backend.stream_usage,
         profile=backend.measured,
+        parser=backend.parser,
+        reasoning_parser=backend.reasoning_parser,
+        enforces_choice=backend.enforces_choice,
+        history_reasoning=backend.history_reasoning,
     )
     return Backend(spec, connections)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from proxy.errors import Outcome
 from proxy.upstream import Headers
 from proxy.wire.errors import Api
+from proxy.wire.streams import StreamReader
 
 
 class FaultKind(Enum):
@@ -22,6 +24,7 @@ class FaultKind(Enum):
     TIMEOUT = auto()
     CLIENT_IDLE = auto()
     SHUTDOWN = auto()
+    NO_CALL = auto()  # tool_choice asked for a call, and the answer has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +75,5 @@ class Plan:
     hide_usage: bool
     model_swap: tuple[bytes, bytes] | None
     limits: Limits
+    reader: Callable[[], StreamReader] | None = None
+    """Reads the stream in place of the endpoint's plain reader."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from aiohttp import web
 
@@ -23,14 +24,19 @@ from proxy.local import unknown_model
 from proxy.owners import Owners
 from proxy.pool import Backend, Pool
 from proxy.record import Record
+from proxy.toolwork import ToolWork, history_edits, nudge, thinking_edits
 from proxy.wire.body import BodyError
+from proxy.wire.coerce import Toolset
 from proxy.wire.errors import Api
 from proxy.wire.multipart import Form, read_form
 from proxy.wire.request import RequestBody, read_request
 from proxy.wire.splice import Edit, apply, default, override
+from proxy.wire.toolrender import ToolFormat
 
 SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-session-id")
 """Where clients and agents say which conversation a request belongs to; the first one found counts."""
+
+TOOL_FORMATS = tuple(form.value for form in ToolFormat)
 
 _INCLUDE_USAGE = override("stream_options.include_usage", True)
 # Without include_usage it does nothing; with ours it would put usage into every chunk.
@@ -42,13 +48,14 @@ _NOTHING = ContextEstimate(0, 0, 0)
 @dataclass(frozen=True, slots=True)
 class Classified:
     """A request as routing and relay need it. body: its parsed spans; None when it has none. pinned: the backend
-    that holds what the request refers to."""
+    that holds what the request refers to. work: what its tools mean, if it has any."""
 
     facts: RequestFacts
     route: ModelRoute
     raw: bytes
     body: RequestBody | Form | None
     pinned: str | None
+    work: ToolWork | None = None
 
 
 class Classifier:
@@ -56,6 +63,7 @@ class Classifier:
         self._config = config
         self._pool = pool
         self._owners = owners
+        self._formats = {key.name: key.tool_format for key in config.server.keys if key.tool_format}
         self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
         self._edits = {name: _route_edits(route) for name, route in config.routes.items()}
         targets = [name for name, model in config.models.items() if model.alias_of is None]
@@ -78,6 +86,7 @@ class Classifier:
         except BodyError as error:
             raise bad_field(error) from None
         route = self._route(model)
+        work = self._tool_work(endpoint, request, body, route, record)
         record.model, record.target = route.name, route.target
         tier = self._tier(request, route, record)
         prompt, output = _NOTHING, 0
@@ -98,19 +107,29 @@ class Classifier:
         record.prompt_tokens_estimate = prompt.tokens
         record.prompt_tokens_low, record.prompt_tokens_high = prompt.low, prompt.high
         facts = RequestFacts(route.name, tier, prompt, output, session, record.tools, record.stream)
-        return Classified(facts, route, raw, body, pinned)
+        return Classified(facts, route, raw, body, pinned, work)
 
     def prepare(
-        self, endpoint: Endpoint, asked: Classified, backend: Backend, timeouts: Timeouts
+        self,
+        endpoint: Endpoint,
+        asked: Classified,
+        backend: Backend,
+        timeouts: Timeouts,
+        record: Record,
+        *,
+        nudged: bool = False,
     ) -> tuple[bytes, Plan]:
-        """The body for this backend, and how to read its answer."""
+        """The body for this backend, and how to read its answer. nudged: it answered before, without the call."""
         served = backend.served_model or asked.route.target
-        body, raw = asked.body, asked.raw
+        body, raw, work = asked.body, asked.raw, asked.work
         hide_usage = False
         if isinstance(body, Form):
             raw = body.replace("model", served) if body.get_str("model") != served else raw
         elif body is not None:
-            edits: list[Edit] = list(self._edits[asked.route.name])
+            edits: list[Edit] = []
+            if endpoint.api is Api.CHAT:
+                edits += self._chat_edits(body, work, backend, record, nudged=nudged)
+            edits += self._edits[asked.route.name]
             if body.model != served:
                 edits.append(override(("model",), served))
             usage = body.stream and endpoint.api in _STREAM_USAGE and not body.include_usage
@@ -133,9 +152,26 @@ class Classifier:
             timeouts.keepalive_after,
             timeouts.keepalive_interval,
         )
-        return raw, Plan(
-            endpoint.api, asked.facts.stream, hide_usage, self.model_swap(asked, backend), limits
-        )
+        swap = self.model_swap(asked, backend)
+        reader = None
+        if work is not None and asked.facts.stream:
+            reader = partial(work.reader, backend.spec, swap, hide_usage=hide_usage)
+        return raw, Plan(endpoint.api, asked.facts.stream, hide_usage, swap, limits, reader)
+
+    def _chat_edits(
+        self, body: RequestBody, work: ToolWork | None, backend: Backend, record: Record, *, nudged: bool
+    ) -> list[Edit]:
+        """What this backend needs to see differently: the thinking switch, history, the tool choice."""
+        try:
+            edits = thinking_edits(body)
+            tools = work.tools if work is not None else Toolset(None)
+            words = nudge(work.choice) if work is not None and nudged else None
+            changes, record.history_repairs = history_edits(
+                body, tools, backend.spec.history_reasoning, words
+            )
+        except BodyError as error:
+            raise bad_field(error) from None
+        return [*edits, *changes, *(work.edits(backend.spec) if work is not None else ())]
 
     def model_swap(self, asked: Classified, backend: Backend) -> tuple[bytes, bytes] | None:
         """(the backend's name, the public one) where answers shall carry the public one."""
@@ -145,6 +181,29 @@ class Classifier:
         return served.encode(), asked.route.name.encode()
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _tool_work(
+        self,
+        endpoint: Endpoint,
+        request: web.BaseRequest,
+        body: RequestBody | Form,
+        route: ModelRoute,
+        record: Record,
+    ) -> ToolWork | None:
+        if endpoint.api is not Api.CHAT or not isinstance(body, RequestBody):
+            return None
+        form = request.headers.get("x-tool-format")
+        if form is None:
+            form = self._formats.get(record.tenant or "")
+        elif form not in TOOL_FORMATS:
+            message = f"Unknown tool format '{form[:100]}'; this gateway knows: {', '.join(TOOL_FORMATS)}."
+            raise ProxyError(
+                Outcome.BAD_REQUEST, 400, message, code="unknown_tool_format", param="x-tool-format"
+            )
+        try:
+            return ToolWork.read(body, route, form)
+        except BodyError as error:
+            raise bad_field(error) from None
 
     def _stored_response(
         self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record

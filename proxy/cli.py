@@ -1,8 +1,8 @@
 """The command line: `tierline`, and `python -m proxy`.
 
 Rules
-1. Only click is imported at the top (`proxy.sim.cli` imports no more): `--help` answers at once. The gateway, aiohttp and rich are imported by
-   the command that needs them.
+1. Only click is imported at the top (`proxy.sim.cli` imports no more): `--help` answers at once. The gateway, aiohttp
+   and rich are imported by the command that needs them.
 2. Results go to stdout, problems and logs to stderr. Secrets go nowhere: never read from argv, never printed.
 3. Exit codes mean something (`Exit`); docs/configuration.md lists them.
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from itertools import accumulate
 
@@ -31,8 +31,10 @@ from policies.types import ChooseReason, Decision, DropReason
 from proxy import __version__
 from proxy.config import Config
 from proxy.errors import Outcome
-from proxy.record import Measures, Record, Recorder
+from proxy.record import Measures, Record, Recorder, tool_counts
 from proxy.wire.timing import BUCKET_OF_BIN, GAP_BUCKETS
+from proxy.wire.toolevents import Counters
+from proxy.wire.toolrequest import HistoryRepairs
 
 UNKNOWN = "unknown"
 NONE = "none"
@@ -53,6 +55,14 @@ QUEUE_BUCKETS = (
 OVERHEAD_BUCKETS = (
     0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0,
 )  # fmt: skip
+
+
+DIALECTS = ("xml", "json", "guided", "parsed")
+TOOL_KINDS = (
+    *(f.name for f in fields(Counters) if f.name not in DIALECTS),
+    *(f"history_{f.name}" for f in fields(HistoryRepairs)),
+    "schema_violations",
+)
 
 
 class CancelPhase(StrEnum):
@@ -189,6 +199,11 @@ BACKEND_GAUGES = (
     ("waiting", "tierline_backend_waiting_requests", "Requests that wait in the engine, polled."),
     ("kv_usage", "tierline_backend_kv_usage_ratio", "Share of the engine's KV cache in use, 0 to 1, polled."),
     ("polled_age_seconds", "tierline_backend_poll_age_seconds", "Age of the polled numbers."),
+    (
+        "tool_integrity",
+        "tierline_backend_tool_integrity_ratio",
+        "Share of answers with tool calls that needed no repair, the latest weighing most.",
+    ),
     ("window_tokens", "tierline_backend_window_tokens", "Longest context that the backend takes."),
 )
 
@@ -208,6 +223,7 @@ class Metrics(Collector):
         # By what the record says, so that the common case is one look-up; unknown names share their series.
         self._by_route: dict[tuple[str | None, str | None, str | None], _Series] = {}
         self._series: dict[tuple[str, str, str], _Series] = {}
+        self._tools: dict[str, dict[str, int]] = {}
         self._decisions: dict[tuple[str, str], int] = {}
         self._drops: dict[tuple[str, str], int] = {}
         self._cancelled = dict.fromkeys(CancelPhase, 0)
@@ -250,8 +266,15 @@ class Metrics(Collector):
         series.prompt_tokens += record.prompt_tokens or 0
         series.completion_tokens += record.completion_tokens or 0
         series.cached_tokens += record.cached_tokens or 0
+        if record.tool_counts is not None or record.history_repairs is not None:
+            self._observe_tools(record)
         if record.attempts > 1:
             series.retries += record.attempts - 1
+
+    def _observe_tools(self, record: Record) -> None:
+        counts = self._tools.setdefault(_known(record.backend, self._backends), {})
+        for kind, count in tool_counts(record).items():
+            counts[kind] = counts.get(kind, 0) + count
 
     def _find(self, record: Record) -> _Series:
         labels = (
@@ -290,6 +313,18 @@ class Metrics(Collector):
             self._decisions.items(),
         )
         yield _counter(
+            "tierline_tool_calls",
+            "Tool calls found in answers, by how the backend wrote them.",
+            ("backend", "dialect"),
+            self._tool_counts(dialects=True),
+        )
+        yield _counter(
+            "tierline_tool_repairs",
+            "What was repaired, noticed or lost about tool calls, by kind.",
+            ("backend", "kind"),
+            self._tool_counts(dialects=False),
+        )
+        yield _counter(
             "tierline_drops",
             "Backends left out of a choice, by why.",
             ("backend", "reason"),
@@ -311,6 +346,12 @@ class Metrics(Collector):
         build = GaugeMetricFamily("tierline_build_info", "Always 1.", labels=("version", "python"))
         build.add_metric((__version__, platform.python_version()), 1)
         yield build
+
+    def _tool_counts(self, *, dialects: bool) -> Iterator[tuple[tuple[str, str], int]]:
+        for backend, counts in self._tools.items():
+            for kind, count in counts.items():
+                if (kind in DIALECTS) is dialects:
+                    yield (backend, kind), count
 
     def _requests(self) -> Metric:
         return _counter(
@@ -392,6 +433,8 @@ LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
     "outcome": Outcome,
     "phase": CancelPhase,
     "kind": ("prompt", "completion", "cached"),
+    "dialect": DIALECTS,
+    "tool kind": TOOL_KINDS,
     "state": BACKEND_STATES,
     "decision reason": ChooseReason,
     "drop reason": DropReason,

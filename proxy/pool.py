@@ -20,11 +20,14 @@ from policies.types import BackendView
 from proxy.clock import Clock
 from proxy.upstream import ConnectionPool
 from proxy.wire.promtext import EngineMetrics
+from proxy.wire.toolevents import Counters
 
 log = logging.getLogger("tierline.pool")
 
 DEFAULT_MAX_IN_FLIGHT = 32
 DEFAULT_KV_TOKENS = 131072
+INTEGRITY_WEIGHT = 0.02
+"""Of one answer in a backend's integrity: about the last fifty count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ class BackendSpec:
     kv_tokens: int | None = None
     stream_usage: bool = True
     profile: Profile | None = None
+    parser: str = "backend"
+    reasoning_parser: str = "backend"
+    enforces_choice: bool = False
+    history_reasoning: str | None = None
 
     def __repr__(self) -> str:  # never the key
         return f"<backend {self.name} {self.url}>"
@@ -64,6 +71,7 @@ class Backend:
         "health",
         "in_flight",
         "in_flight_tokens",
+        "integrity",
         "metrics",
         "polled_at",
         "served_model",
@@ -86,6 +94,8 @@ class Backend:
         seats = profile.max_num_seqs if profile is not None else 0
         self._max_in_flight = spec.max_in_flight or seats or DEFAULT_MAX_IN_FLIGHT
         self.served_model = spec.model
+        self.integrity = 1.0
+        """Share of answers with tool calls, the latest weighing most, in which every call came right by itself."""
 
     @property
     def name(self) -> str:
@@ -179,6 +189,22 @@ class Pool:
         backend.health = on_failure(before, failure, self._clock.now(), self._breaker)
         self._tell(backend, before, failure.value)
 
+    def judge(self, name: str | None, counts: Counters | None, violations: int) -> None:
+        """An answer with tool calls was sound, or not: see `Backend.integrity`."""
+        if name is None or counts is None or not counts.calls():
+            return
+        backend = self.backends[name]
+        wrong = (
+            counts.cut
+            + counts.failures
+            + counts.duplicates
+            + counts.suspected
+            + counts.undeclared
+            + violations
+        )
+        wrong += counts.repaired_syntax + counts.repaired_arguments
+        backend.integrity += INTEGRITY_WEIGHT * ((not wrong) - backend.integrity)
+
     # -- HealthSink ---------------------------------------------------------------------------------------------
 
     def polled(self, name: str, metrics: EngineMetrics, now: float) -> None:
@@ -236,6 +262,7 @@ class Pool:
                     "prefix_hits": metrics.prefix_hits if metrics is not None else None,
                     "prefix_queries": metrics.prefix_queries if metrics is not None else None,
                     "connections": backend.connections.open_connections,
+                    "tool_integrity": round(backend.integrity, 4),
                     "failures_in_a_row": backend.health.failures,
                 }
             )

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from policies.types import Drop
 from proxy.clock import Clock, Timer
 from proxy.errors import Outcome
 from proxy.wire.timing import GapHistogram
+from proxy.wire.toolevents import Counters
+from proxy.wire.toolrequest import HistoryRepairs
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Record:
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
     first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
     read. finished_at: last byte written. prompt_tokens, completion_tokens, cached_tokens: usage as reported.
+    tool_counts, history_repairs: what was done about tool calls, in the answer and in the request's history.
     status: sent to the client. error: a short word for the kind of failure, no content.
     """
 
@@ -80,6 +83,9 @@ class Record:
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     gaps: GapHistogram = field(default_factory=GapHistogram)
+    tool_counts: Counters | None = None
+    schema_violations: int = 0
+    history_repairs: HistoryRepairs | None = None
     finish_reason: str | None = None
     outcome: Outcome = Outcome.INTERNAL  # until someone knows better
     status: int | None = None
@@ -208,6 +214,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "status": record.status,
         "error": record.error,
         "finish_reason": record.finish_reason,
+        "tool_counts": tool_counts(record),
         "prompt_tokens_estimate": record.prompt_tokens_estimate,
         "prompt_tokens_low": record.prompt_tokens_low,
         "prompt_tokens_high": record.prompt_tokens_high,
@@ -237,6 +244,17 @@ def _text(value: object) -> object:
         return value
     text = value.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def tool_counts(record: Record) -> dict[str, int]:
+    """What was seen and done about tool calls, by kind; kinds with nothing are left out."""
+    counts = {}
+    for prefix, counted in (("", record.tool_counts), ("history_", record.history_repairs)):
+        if counted is not None:
+            counts.update({prefix + f.name: n for f in fields(counted) if (n := getattr(counted, f.name))})
+    if record.schema_violations:
+        counts["schema_violations"] = record.schema_violations
+    return counts
 
 
 # --- writing ---------------------------------------------------------------------------------------------

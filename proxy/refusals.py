@@ -74,6 +74,9 @@ def fault_error(backend: str, fault: Fault) -> ProxyError:
         status = info.status if 400 <= info.status <= 599 else 502
         outcome = fault.outcome if status >= 500 else Outcome.UPSTREAM_REJECTED
         return ProxyError(outcome, status, info.message, type=info.type, code=info.code, param=info.param)
+    if fault.kind is FaultKind.NO_CALL:
+        message = "The model called no tool although tool_choice demands it; it was asked twice."
+        return ProxyError(Outcome.UPSTREAM_ERROR, 502, message, type="server_error", code="tool_call_missing")
     if fault.kind is FaultKind.SHUTDOWN:
         message = fault.message
     else:

@@ -54,6 +54,8 @@ class _Mode(Enum):
 
 
 def _reader(plan: Plan) -> StreamReader | None:
+    if plan.reader is not None:
+        return plan.reader()
     if plan.api is Api.CHAT:
         return ChatStream(plan.model_swap, hide_usage=plan.hide_usage)
     if plan.api is Api.COMPLETIONS:
@@ -285,14 +287,9 @@ class Relay:
                 FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event"
             )
         elif reader.complete() and not reader.pending.strip():
-            self._answer.finish(reader.closing())
-            self._finish(Result())
+            self._close(reader)
         else:
-            self._fault(
-                FaultKind.CUT,
-                Outcome.UPSTREAM_CUT,
-                "the backend ended the stream before the answer was whole",
-            )
+            self._fault_of(reader)
 
     def lost(self, what: str, malformed: bool) -> None:
         if malformed:
@@ -300,8 +297,7 @@ class Relay:
         elif self._connection.reused and not self._connection.answered:
             self._fault(FaultKind.STALE, Outcome.UPSTREAM_CUT, what)
         elif self._ended_at is not None and self._reader is not None and self._reader.complete():
-            self._answer.finish(self._reader.closing())
-            self._finish(Result())
+            self._close(self._reader)
         else:
             self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, f"{what} before the answer was whole")
 
@@ -333,15 +329,33 @@ class Relay:
         reader = self._reader
         assert reader is not None
         if not reader.complete():
-            if reader.aborted:
-                message = "the backend gave the answer up (finish_reason abort)"
-                self._fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
-            else:
-                message = "the backend ended the stream before the answer was whole"
-                self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, message)
+            self._fault_of(reader)
         else:
             self._ended_at = now
             self._arm(now)
+
+    def _close(self, reader: StreamReader) -> None:
+        """The answer is whole: send what it still lacks, and its end."""
+        last = reader.closing()
+        if not self.events_sent and last:
+            self._commit(last)
+            last = b""
+        if reader.content:
+            self._marks.append(self._heard_at)
+        self._answer.finish(last)
+        self._finish(Result())
+
+    def _fault_of(self, reader: StreamReader) -> None:
+        """The stream ended and is not whole: in which way."""
+        if reader.aborted:
+            message = "the backend gave the answer up (finish_reason abort)"
+            self._fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
+        elif reader.lacks_call and reader.finish_reason is not None:
+            message = "the model called no tool although tool_choice asked for it"
+            self._fault(FaultKind.NO_CALL, Outcome.UPSTREAM_ERROR, message)
+        else:
+            message = "the backend ended the stream before the answer was whole"
+            self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, message)
 
     def _fault(self, kind: FaultKind, outcome: Outcome, message: str) -> None:
         self._finish(Result(fault=Fault(kind, outcome, message)))
@@ -349,6 +363,8 @@ class Relay:
     def _finish(self, result: Result) -> None:
         if self.done.done():
             return
+        if result.fault is not None and self.events_sent and self._reader is not None:
+            self._answer.push(self._reader.flush())  # held text is never lost
         self.stop()
         self.done.set_result(result)
 
@@ -369,6 +385,11 @@ class Relay:
         """What was sent so far is an event stream of the endpoint, or comments that began one: an error can be told
         as an event."""
         return self._mode is _Mode.STREAM or not self.events_sent
+
+    @property
+    def reader(self) -> StreamReader | None:
+        """What read the stream, if it was one."""
+        return self._reader
 
     @property
     def next_sequence(self) -> int:
@@ -463,5 +484,4 @@ class Relay:
     def _end_overdue(self) -> None:
         """The answer is whole; the backend does not end its message. The client need not wait for that."""
         assert self._reader is not None
-        self._answer.finish(self._reader.closing())
-        self._finish(Result())
+        self._close(self._reader)

@@ -20,7 +20,7 @@ import click
 import pytest
 
 from policies import Drop, DropReason
-from proxy import admin, classify, cli, endpoints, front, handler, local, refusals
+from proxy import admin, classify, cli, endpoints, exchange, front, handler, local, refusals
 from proxy.admin import admin_app
 from proxy.config import loads
 from proxy.errors import Outcome
@@ -56,7 +56,16 @@ def test_every_page_is_in_the_index() -> None:
 
 # -- errors ----------------------------------------------------------------------------------------------------
 
-ERROR_MAKERS: tuple[ModuleType, ...] = (admin, classify, front, handler, local, refusals, wire_errors)
+ERROR_MAKERS: tuple[ModuleType, ...] = (
+    admin,
+    classify,
+    exchange,
+    front,
+    handler,
+    local,
+    refusals,
+    wire_errors,
+)
 # Codes that come from a backend, or from a call that is looked at itself; and a fault's, which is its outcome.
 PASSED_ON = {"info.code", "error.code", "code", "_word(code)"}
 POSITION = {"ErrorInfo": 3, "_error": 2}  # of the code, where it has no name
@@ -98,7 +107,7 @@ def fault_codes() -> set[str | None]:
     """Outcomes that a broken attempt can have; those of error events keep the code of the event."""
     from proxy import relay
 
-    source = inspect.getsource(relay) + inspect.getsource(handler)
+    source = inspect.getsource(relay) + inspect.getsource(exchange)
     pairs = re.findall(r"\(\s*FaultKind\.(\w+),\s*Outcome\.(\w+)", source)
     assert len(pairs) > 5
     return {Outcome[outcome].value for kind, outcome in pairs}

@@ -46,7 +46,6 @@ from proxy.config.values import (
     parameters,
 )
 
-
 ToolFormatName = Literal["openai", "xml", "json"]
 ReasoningName = Literal["backend", "reasoning", "reasoning_content", "both"]
 

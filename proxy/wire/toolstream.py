@@ -18,7 +18,7 @@ import orjson
 from proxy.wire.chatdelta import ChatShape
 from proxy.wire.chatdelta import ChatStream as Repair
 from proxy.wire.streams import ChatStream, swap_model
-from proxy.wire.toolcalls import ToolEngine
+from proxy.wire.toolcalls import FinishedCall, ToolEngine
 from proxy.wire.toolevents import Counters, Pass
 
 _LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
@@ -27,7 +27,7 @@ _LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
 class ToolChatStream(ChatStream):
     """`/v1/chat/completions` with tools, or with an answer that has to be put right."""
 
-    __slots__ = ("_leaf", "_place", "_repair")
+    __slots__ = ("_end", "_leaf", "_place", "_repair", "_withheld")
 
     def __init__(
         self,
@@ -36,16 +36,25 @@ class ToolChatStream(ChatStream):
         model_swap: tuple[bytes, bytes] | None = None,
         *,
         hide_usage: bool = False,
+        must_call: bool = False,
     ) -> None:
-        """new_engine: an engine for one more choice; its argument: parsed deltas may pass."""
+        """new_engine: an engine for one more choice; its argument: parsed deltas may pass. must_call: nothing
+        leaves before a call begins, and an answer without one is not whole."""
         super().__init__(model_swap, hide_usage=hide_usage)
         self._repair = Repair(new_engine, shape)
+        self.lacks_call = must_call
+        self._withheld: list[bytes] = []
+        self._end = b""
         self._leaf: str | None = None
         self._place: tuple[int, int | None] = (0, None)  # choice, tool call
 
     @property
     def engines(self) -> list[ToolEngine]:
         return [state.engine for state in self._repair.choices.values()]
+
+    @property
+    def calls(self) -> list[FinishedCall]:
+        return [call for engine in self.engines for call in engine.calls]
 
     def counters(self) -> Counters:
         """What was seen and done in all choices."""
@@ -56,7 +65,7 @@ class ToolChatStream(ChatStream):
 
     def known(self, event: bytes) -> bytes | None:
         out = super().known(event)
-        if out is None or self._leaf is None or self._repair.waiting:
+        if out is None or self._leaf is None or self._repair.waiting or self.lacks_call:
             return None
         text = event[self._start : len(event) - self._tail_length]
         if b"\\" in text:
@@ -71,6 +80,35 @@ class ToolChatStream(ChatStream):
             delta = {"tool_calls": [{"index": call, "function": delta}]}
         found = self._repair.more(index, delta)
         return out if isinstance(found, Pass) else self._encode(found)
+
+    def feed(self, data: bytes) -> bytes:
+        lacked = self.lacks_call
+        out = super().feed(data)
+        if not lacked:
+            return out
+        self._withheld.append(out)
+        if not self._called():
+            self.content = False  # nobody has seen it yet
+            return b""
+        return self._release()
+
+    def complete(self) -> bool:
+        if not super().complete():
+            return False
+        if self.lacks_call:
+            # All choices have ended: a call that only the end makes of what was held is made now.
+            self._end += self._encode(self._repair.close())
+        return not self.lacks_call or self._called()
+
+    def _called(self) -> bool:
+        return any(engine.calls for engine in self.engines)
+
+    def _release(self) -> bytes:
+        self.lacks_call = False
+        out = b"".join(self._withheld)
+        self._withheld.clear()
+        self.content = self.content or bool(out)
+        return out
 
     def _forward(self, event: bytes, payload: dict[str, Any], keep: bool) -> bytes:
         found = self._repair.feed(payload, event if keep else b"")
@@ -95,13 +133,19 @@ class ToolChatStream(ChatStream):
         return keep, teach
 
     def _done(self, event: bytes) -> bytes:
-        return self._encode(self._repair.close()) + event if self.complete() else b""
+        done = super()._done(event)
+        return self._take_end() + done if done else b""
 
     def closing(self) -> bytes:
-        return self._encode(self._repair.close()) + super().closing()
+        return self._release() + self._take_end() + super().closing()
+
+    def _take_end(self) -> bytes:
+        """What the end of the choices makes of what was held."""
+        end, self._end = self._end, b""
+        return end + self._encode(self._repair.close())
 
     def flush(self) -> bytes:
-        return self._encode(self._repair.cut())
+        return b"" if self.lacks_call else self._encode(self._repair.cut())
 
     def _encode(self, found: Iterable[object]) -> bytes:
         parts = []

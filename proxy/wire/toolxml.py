@@ -66,6 +66,7 @@ class XmlCall:
         "_spec",
         "_state",
         "_tools",
+        "_unclosed",
         "_used",
         "_wrappers",
         "complete",
@@ -102,6 +103,7 @@ class XmlCall:
         self.done = self.complete = self.plain = False
         self._from_json = False
         self.repairs = self.failures = self.duplicates = self.suspected = 0
+        self._unclosed = False
 
     def step(self, buffer: str, index: int, end: End) -> int:
         while not self.done:
@@ -160,7 +162,8 @@ class XmlCall:
                 self._close(True)
                 return index
         if buffer.startswith("</parameter>", index):
-            self.repairs += 1
+            self.repairs += not self._unclosed  # the one that ends a value is as it should be
+            self._unclosed = False
             return index + len("</parameter>")
         if buffer.startswith("</function>", index):
             self._close(True)
@@ -277,6 +280,7 @@ class XmlCall:
 
     def _end_value(self) -> None:
         self._state = self._between
+        self._unclosed = True
         if self._buffered is None:
             self.out.append('"')
             return

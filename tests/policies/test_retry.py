@@ -23,6 +23,8 @@ CASES = [
     ("the prompt was too long: a larger window", [Failure.OVERFLOW], Retry.LARGER_WINDOW),
     ("once", [Failure.OVERFLOW, Failure.OVERFLOW], Retry.NO),
     ("too long where a refused connection led", [Failure.CONNECT, Failure.OVERFLOW], Retry.LARGER_WINDOW),
+    ("words instead of the call: asked again, more clearly", [Failure.NO_CALL], Retry.AGAIN),
+    ("once", [Failure.NO_CALL, Failure.NO_CALL], Retry.NO),
     ("a 4xx would be the same elsewhere", [Failure.REJECTED], Retry.NO),
     ("an error is passed on", [Failure.ERROR], Retry.NO),
     ("what took too long is not begun again", [Failure.TIMEOUT], Retry.NO),
@@ -72,5 +74,5 @@ def test_a_request_never_makes_more_attempts_than_allowed(
 def test_no_history_sends_a_request_twice_to_the_same_place_for_the_same_reason() -> None:
     """The once-only rules hold whatever came between."""
     for between in product(list(Failure), repeat=1):
-        for once in (Failure.REUSED, Failure.OVERFLOW):
+        for once in (Failure.REUSED, Failure.OVERFLOW, Failure.NO_CALL):
             assert may_retry([once, *between, once], False, RetryParams(max_attempts=9)) is Retry.NO

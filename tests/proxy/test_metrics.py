@@ -17,6 +17,7 @@ from proxy.errors import Outcome
 from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Metrics
 from proxy.record import Record, Recorder, measures
 from proxy.wire.timing import GAP_BUCKETS
+from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
 
 GOLDEN = Path(__file__).parent / "golden" / "metrics.txt"
@@ -38,7 +39,8 @@ aliases = ["qwen-thinking"]
 )
 SNAPSHOT: list[dict[str, object]] = [
     {"name": "fp8", "state": "healthy", "in_flight": 3, "in_flight_tokens": 900, "running": 3, "waiting": 0,
-     "kv_usage": 0.25, "polled_age_seconds": 0.5, "window_tokens": 4096},
+     "kv_usage": 0.25, "polled_age_seconds": 0.5, "window_tokens": 4096,
+     "tool_integrity": 0.98},
     {"name": "bf16", "state": "ejected", "in_flight": 0, "in_flight_tokens": 0, "running": None, "waiting": None,
      "kv_usage": None, "polled_age_seconds": None, "window_tokens": None},
 ]  # fmt: skip
@@ -59,6 +61,7 @@ def streamed(outcome: Outcome = Outcome.OK, **changes: object) -> Record:
     record.gaps.add(0.04)
     record.last_upstream_at, record.finished_at = 1000.559, 1000.56
     record.prompt_tokens, record.completion_tokens, record.cached_tokens = 100, 11, 64
+    record.tool_counts, record.schema_violations = Counters(parsed=2, repaired_ids=1), 1
     for name, value in changes.items():
         setattr(record, name, value)
     return record

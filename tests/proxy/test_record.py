@@ -12,6 +12,8 @@ import pytest
 from policies.types import Drop, DropReason
 from proxy.errors import Outcome
 from proxy.record import MAX_LINE_BYTES, FileWriter, Measures, Record, Recorder, line, measures, write_all
+from proxy.wire.toolevents import Counters
+from proxy.wire.toolrequest import HistoryRepairs
 from tests.fake_clock import FakeClock
 
 
@@ -161,7 +163,7 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
     "drops", "attempts", "tenant", "session", "stream", "tools", "outcome", "status", "error",
-    "finish_reason", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
+    "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
     "prompt_tokens", "completion_tokens", "cached_tokens", "body_read_seconds", "queue_wait_seconds",
     "dispatch_seconds", "backoff_seconds", "ttft_seconds", "upstream_ttft_seconds",
     "chunk_gap_p50_seconds", "chunk_gap_p99_seconds", "chunk_gap_max_seconds", "tpot_seconds",
@@ -206,6 +208,10 @@ def test_every_field_of_a_record_reaches_its_line():
         )
         if old is None and not name.endswith("_at"):
             setattr(record, name, "text")
+        if name == "tool_counts":
+            record.tool_counts = Counters(xml=2)
+        if name == "history_repairs":
+            record.history_repairs = HistoryRepairs(ids=1)
         if name == "path":
             record.path = "/other"
         if name == "time":

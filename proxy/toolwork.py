@@ -1,0 +1,263 @@
+"""What the tools of a chat request mean for one backend: what it is sent in their place, and what its answer goes through.
+
+Rules
+1. A request is read once (`ToolWork.read`); what depends on the backend is asked for per attempt. A request without
+   tools, without a wish about the shape and with thinking on needs none of this and gets None.
+2. Only what has to change is spliced: a repaired message replaces that message's bytes, `tool_choice` its value.
+3. Whether an answer lacks the call that it must hold is told to the handler; asking again is its business.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from proxy.config import ModelRoute
+from proxy.pool import BackendSpec
+from proxy.wire.body import BodyError, Kind, items
+from proxy.wire.chatdelta import ChatShape, repair_choice
+from proxy.wire.coerce import Toolset
+from proxy.wire.request import RequestBody
+from proxy.wire.splice import Edit, default, override
+from proxy.wire.toolcalls import FinishedCall, ToolChoice, ToolEngine
+from proxy.wire.toolevents import Counters
+from proxy.wire.toolrender import ToolFormat
+from proxy.wire.toolrequest import HistoryRepairs, repair_history
+from proxy.wire.toolstream import ToolChatStream, dumps
+
+_REASONING: Mapping[str, tuple[str, ...]] = {
+    "backend": (),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+    "both": ("reasoning", "reasoning_content"),
+}
+_HISTORY_MARKS = (b'"tool_calls"', b'"tool_call_id"', b'"tool"', b'"reasoning')
+_ENABLE_THINKING = ("chat_template_kwargs", "enable_thinking")
+_EFFORT = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
+
+
+def new_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolWork:
+    """The tools of one request. form, reasoning: how calls and thinking leave. thinking: as asked for; None: the
+    backend's default."""
+
+    body: RequestBody
+    tools: Toolset
+    choice: ToolChoice
+    form: ToolFormat
+    reasoning: tuple[str, ...]
+    thinking: bool | None
+
+    @classmethod
+    def read(cls, body: RequestBody, route: ModelRoute, form: str | None) -> ToolWork | None:
+        """form: what the request or its key asks for, else the model's. Raises BodyError for tools that no backend
+        could read."""
+        wanted = ToolFormat(form or route.tool_format)
+        reasoning = _REASONING[route.reasoning]
+        thinking = _thinking(body, route)
+        if not body.tools and not reasoning and thinking is not False:
+            return None
+        tools = Toolset(_value(body, b"tools") if body.tools else None)
+        return cls(
+            body, tools, ToolChoice.read(_value(body, b"tool_choice"), tools), wanted, reasoning, thinking
+        )
+
+    def must_call(self, backend: BackendSpec) -> bool:
+        """The gateway itself sees to it that the answer holds a call."""
+        return (
+            self.choice.mode in ("required", "named") and bool(self.tools.by_name) and backend.enforces_choice
+        )
+
+    def edits(self, backend: BackendSpec) -> list[Edit]:
+        """What this backend is sent in place of the request's tool_choice."""
+        if not self.tools.by_name or self.choice.mode == "none":
+            return []
+        if backend.parser == "none":
+            return [override(("tool_choice",), "none")]
+        return [override(("tool_choice",), "auto")] if self.must_call(backend) else []
+
+    def _engine(self, backend: BackendSpec, exact: bool) -> ToolEngine:
+        choice = self.choice
+        if self.must_call(backend):
+            choice = (
+                ToolChoice()
+            )  # it was asked as "auto": the answer is the model's own text, not guided JSON
+        return ToolEngine(
+            self.tools,
+            choice,
+            new_id,
+            starts_thinking=backend.reasoning_parser == "none" and self.thinking is not False,
+            reasoning_is_content=self.thinking is False,
+            exact=exact,
+        )
+
+    def _shape(self) -> ChatShape:
+        return ChatShape(self.form, self.reasoning)
+
+    def reader(
+        self, backend: BackendSpec, model_swap: tuple[bytes, bytes] | None, *, hide_usage: bool
+    ) -> ToolChatStream:
+        return ToolChatStream(
+            lambda exact: self._engine(backend, exact),
+            self._shape(),
+            model_swap,
+            hide_usage=hide_usage,
+            must_call=self.must_call(backend),
+        )
+
+    def whole(self, backend: BackendSpec, raw: bytes) -> WholeAnswer:
+        """A whole answer put right; its bytes stay where nothing changes."""
+        try:
+            answer = json.loads(raw)
+            choices = answer["choices"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return WholeAnswer(raw)
+        if not isinstance(choices, list):
+            return WholeAnswer(raw)
+        engines, put_right = [], []
+        for choice in choices:
+            engine = self._engine(backend, self.form is ToolFormat.OPENAI)
+            engines.append(engine)
+            put_right.append(
+                repair_choice(engine, choice, self._shape()) if isinstance(choice, dict) else choice
+            )
+        counters = Counters()
+        for engine in engines:
+            counters.add(engine.counters)
+        calls = [call for engine in engines for call in engine.calls]
+        lacks = self.must_call(backend) and not any(call.complete for call in calls)
+        if any(new is not old for new, old in zip(put_right, choices, strict=True)):
+            raw = dumps({**answer, "choices": put_right})
+        return WholeAnswer(raw, counters, calls, lacks)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """lacks_call: it had to hold one."""
+
+    body: bytes
+    counters: Counters = field(default_factory=Counters)
+    calls: list[FinishedCall] = field(default_factory=list)
+    lacks_call: bool = False
+
+
+# -- thinking ------------------------------------------------------------------------------------------------
+
+
+def _thinking(body: RequestBody, route: ModelRoute) -> bool | None:
+    """Whether the model will think: an override's word, the client's, a default's; None: nobody said."""
+    for table in (route.overrides,):
+        if (said := _enabled(table)) is not None:
+            return said
+    if body.scan.kind(b"chat_template_kwargs") is Kind.OBJECT:
+        kwargs = body.scan.get_object(b"chat_template_kwargs")
+        if kwargs is not None and (kind := kwargs.kind(b"enable_thinking")) in (Kind.TRUE, Kind.FALSE):
+            return kind is Kind.TRUE
+    said = switch(body)
+    return said if said is not None else _enabled(route.defaults)
+
+
+def _enabled(table: Mapping[str, object]) -> bool | None:
+    kwargs = table.get("chat_template_kwargs")
+    said = kwargs.get("enable_thinking") if isinstance(kwargs, Mapping) else None
+    return said if isinstance(said, bool) else None
+
+
+def switch(body: RequestBody) -> bool | None:
+    """The client's thinking switch in any dialect but Qwen's own, which the backend reads itself."""
+    scan = body.scan
+    if (kind := scan.kind(b"enable_thinking")) in (Kind.TRUE, Kind.FALSE):
+        return kind is Kind.TRUE
+    if scan.kind(b"thinking") is Kind.OBJECT:
+        thinking = scan.get_object(b"thinking")
+        said = thinking.raw(b"type") if thinking is not None else None
+        if said in (b'"disabled"', b'"enabled"', b'"adaptive"'):
+            return said != b'"disabled"'
+    if scan.kind(b"reasoning_effort") is Kind.STRING:
+        return _EFFORT.get(scan.get_str(b"reasoning_effort") or "")
+    return None
+
+
+def thinking_edits(body: RequestBody) -> list[Edit]:
+    """The switch as Qwen's template reads it, where the client used another dialect."""
+    if not any(key in body.scan.members for key in (b"enable_thinking", b"thinking", b"reasoning_effort")):
+        return []
+    said = switch(body)
+    return [] if said is None else [default(_ENABLE_THINKING, said)]
+
+
+# -- history -------------------------------------------------------------------------------------------------
+
+
+def history_edits(
+    body: RequestBody, tools: Toolset, reasoning: str | None, nudge: str | None
+) -> tuple[list[Edit], HistoryRepairs]:
+    """The messages as this backend can take them: repaired, and with the nudge behind them."""
+    span = body.scan.span(b"messages")
+    repairs = HistoryRepairs()
+    if span is None or body.scan.kind(b"messages") is not Kind.ARRAY:
+        return [], repairs
+    raw = body.scan.data[span[0] : span[1]]
+    pieces: dict[int, bytes] = {}
+    if any(mark in raw for mark in _HISTORY_MARKS):
+        messages = _decode(raw)
+        changed, repairs = repair_history(messages, tools, new_id, reasoning=reasoning)
+        pieces = {
+            place: dumps(new)
+            for place, (new, old) in enumerate(zip(changed, messages, strict=True))
+            if new is not old
+        }
+    if not pieces and nudge is None:
+        return [], repairs
+    return [Edit((b"messages",), _respell(raw, pieces, nudge))], repairs
+
+
+def _respell(raw: bytes, pieces: Mapping[int, bytes], nudge: str | None) -> bytes:
+    """The array with some elements replaced and one more at its end; every other byte as it came."""
+    spans = items(raw, (0, len(raw)))
+    out: list[bytes] = []
+    at = 0
+    for place, new in sorted(pieces.items()):
+        start, stop = spans[place]
+        out += (raw[at:start], new)
+        at = stop
+    if nudge is not None:
+        end = spans[-1][1] if spans else 1
+        comma = b"," if spans else b""
+        out += (raw[at:end], comma, dumps({"role": "user", "content": nudge}))
+        at = end
+    out.append(raw[at:])
+    return b"".join(out)
+
+
+def nudge(choice: ToolChoice) -> str:
+    """What a model is told that answered in words where it had to call a tool."""
+    if choice.named is not None:
+        return f"Do not answer in words. Call the tool `{choice.named.name}` now."
+    return "Do not answer in words. Call one of the available tools now."
+
+
+def _value(body: RequestBody, key: bytes) -> Any:
+    raw = body.scan.raw(key)
+    if raw is None or raw == b"null":
+        return None
+    return _decode(raw, key.decode())
+
+
+def _decode(raw: bytes, name: str = "messages") -> Any:
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError):
+            raise BodyError(f"{name} is not valid JSON", name) from None
