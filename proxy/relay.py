@@ -18,11 +18,12 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
-from proxy.clock import Clock, Timer
+from proxy.clock import Clock
 from proxy.errors import Outcome
 from proxy.front import Answer
 from proxy.record import Record
 from proxy.upstream import Headers, UpstreamConnection
+from proxy.watch import Watch
 from proxy.wire.answers import read_usage
 from proxy.wire.errors import Api
 from proxy.wire.streams import (
@@ -42,8 +43,6 @@ MARKS = 256
 
 JSON = b"application/json"
 KEEPALIVE = b": keep-alive\n\n"
-END_GRACE = 1.0
-"""Seconds a backend has to end its message after the stream's own end mark."""
 
 
 class _Mode(Enum):
@@ -74,30 +73,23 @@ class Relay:
         "_answer",
         "_buffer",
         "_buffered",
-        "_clock",
-        "_comment_at",
         "_connection",
-        "_dispatched_at",
-        "_ended_at",
         "_headers",
         "_headers_for",
-        "_heard_at",
         "_length",
-        "_limits",
         "_marks",
         "_mode",
         "_now",
-        "_paused_at",
         "_plan",
         "_reader",
         "_record",
-        "_resumed_at",
-        "_shortest",
         "_status",
         "_stopped",
-        "_timer",
+        "_watch",
         "done",
         "events_sent",
+        "heard_at",
+        "streams",
     )
 
     def __init__(
@@ -109,15 +101,13 @@ class Relay:
         plan: Plan,
         headers_for: Callable[[int, Headers], Headers],
     ) -> None:
-        self._clock = clock
         self._now = clock.now
         self._connection = connection
         self._answer = answer
         self._record = record
         self._plan = plan
-        limits = self._limits = plan.limits
-        # No limit that an event or a comment may bring can fall due sooner than this: see rule 4.
-        self._shortest = min(limits.gap, limits.keepalive_after or limits.gap)
+        self._watch = Watch(clock, plan.limits, record.accepted_at, self)
+        self.streams = plan.stream
         self._headers_for = headers_for
         self._mode = _Mode.WAITING
         self._reader: StreamReader | None = None
@@ -126,13 +116,9 @@ class Relay:
         self._length: int | None = None
         self._buffer: list[bytes] = []
         self._buffered = 0
-        self._paused_at: float | None = None
-        self._ended_at: float | None = None
         self._marks: list[float] = []
-        self._heard_at = self._resumed_at = 0.0
-        self._comment_at: float | None = None
+        self.heard_at = 0.0
         self._stopped = False
-        self._timer: Timer | None = None
         self.events_sent = False
         """Something of the answer itself reached the client: no retry from here."""
         self.done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -140,25 +126,20 @@ class Relay:
     def start(self, head: bytes, body: bytes) -> None:
         """Send the request and begin to watch."""
         now = self._now()
-        self._dispatched_at = self._heard_at = now
-        self._record.dispatched_at = now
-        if self._answer.started:  # comments of an earlier attempt
-            self._comment_at = now
+        self._record.dispatched_at = self.heard_at = now
         self._answer.watch(self._client_paused, self._client_resumed)
         self._connection.send(head, body, self)
-        if self._answer.paused:  # an earlier answer on this connection is not read yet
-            self._client_paused()
-        else:
-            self._arm(now)
+        paused = self._answer.paused  # an earlier answer on this connection is not read yet
+        self._watch.start(now, commented=self._answer.started, paused=paused)
+        if paused:
+            self._connection.pause()
 
     def stop(self) -> None:
         """Let go of both sides. Safe at any time; an unfinished exchange is cancelled at the backend."""
         if self._stopped:
             return  # the connection may serve somebody else by now
         self._stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._watch.close()
         self._answer.watch(None, None)
         self._connection.detach()
         self._note()
@@ -194,7 +175,7 @@ class Relay:
         reader = self._reader
         if reader is not None and (out := reader.known(piece)) is not None:
             # The hot path: a content delta like the last one, in a stream that has begun.
-            self._heard_at = now = self._now()
+            self.heard_at = now = self._now()
             self._answer.push(out)
             marks = self._marks
             marks.append(now)
@@ -207,12 +188,12 @@ class Relay:
 
     def _read(self, reader: StreamReader, piece: bytes) -> None:
         """A piece of an event stream that has to be looked at."""
-        self._heard_at = now = self._now()
+        self.heard_at = now = self._now()
         try:
             out = reader.feed(piece)
         except MalformedStream as exc:
-            if self._ended_at is None:  # what follows the end mark is not part of the answer
-                self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
+            if not self._watch.ended:  # what follows the end mark is not part of the answer
+                self.fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
             return
         if out:
             if self.events_sent:
@@ -232,7 +213,7 @@ class Relay:
     def _act(self, reader: StreamReader, now: float) -> None:
         """An error, an abort or the end mark came."""
         reader.notable = False
-        if self._ended_at is not None:
+        if self._watch.ended:
             return
         if reader.error is not None:
             message = "the backend reported an error"
@@ -253,7 +234,7 @@ class Relay:
 
     def _unread(self, piece: bytes) -> None:
         """A piece of an answer that is no event stream of ours."""
-        self._heard_at = self._now()
+        self.heard_at = self._now()
         if self._mode is _Mode.BUFFER:
             self._buffer.append(piece)
             self._buffered += len(piece)
@@ -266,7 +247,7 @@ class Relay:
             self._answer.push(piece)
 
     def end(self) -> None:
-        self._heard_at = self._now()
+        self.heard_at = self._now()
         if self._mode is _Mode.BUFFER:
             self._connection.release()
             body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
@@ -283,9 +264,7 @@ class Relay:
         assert reader is not None
         self._connection.release()
         if not reader.events:
-            self._fault(
-                FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event"
-            )
+            self.fault(FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event")
         elif reader.complete() and not reader.pending.strip():
             self._close(reader)
         else:
@@ -293,13 +272,13 @@ class Relay:
 
     def lost(self, what: str, malformed: bool) -> None:
         if malformed:
-            self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, what)
+            self.fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, what)
         elif self._connection.reused and not self._connection.answered:
-            self._fault(FaultKind.STALE, Outcome.UPSTREAM_CUT, what)
-        elif self._ended_at is not None and self._reader is not None and self._reader.complete():
+            self.fault(FaultKind.STALE, Outcome.UPSTREAM_CUT, what)
+        elif self._watch.ended and self._reader is not None and self._reader.complete():
             self._close(self._reader)
         else:
-            self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, f"{what} before the answer was whole")
+            self.fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, f"{what} before the answer was whole")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -315,7 +294,7 @@ class Relay:
         """Pass the answer on unseen from here. False: comments went out, so the client reads an event stream."""
         if self._answer.started:
             message = "the backend answered without a readable event stream"
-            self._fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, message)
+            self.fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, message)
             return False
         self._mode = _Mode.PIPE
         self.events_sent = True
@@ -331,8 +310,7 @@ class Relay:
         if not reader.complete():
             self._fault_of(reader)
         else:
-            self._ended_at = now
-            self._arm(now)
+            self._watch.end(now)
 
     def _close(self, reader: StreamReader) -> None:
         """The answer is whole: send what it still lacks, and its end."""
@@ -341,7 +319,7 @@ class Relay:
             self._commit(last)
             last = b""
         if reader.content:
-            self._marks.append(self._heard_at)
+            self._marks.append(self.heard_at)
         self._answer.finish(last)
         self._finish(Result())
 
@@ -349,15 +327,15 @@ class Relay:
         """The stream ended and is not whole: in which way."""
         if reader.aborted:
             message = "the backend gave the answer up (finish_reason abort)"
-            self._fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
+            self.fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
         elif reader.lacks_call and reader.finish_reason is not None:
             message = "the model called no tool although tool_choice asked for it"
-            self._fault(FaultKind.NO_CALL, Outcome.UPSTREAM_ERROR, message)
+            self.fault(FaultKind.NO_CALL, Outcome.UPSTREAM_ERROR, message)
         else:
             message = "the backend ended the stream before the answer was whole"
-            self._fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, message)
+            self.fault(FaultKind.CUT, Outcome.UPSTREAM_CUT, message)
 
-    def _fault(self, kind: FaultKind, outcome: Outcome, message: str) -> None:
+    def fault(self, kind: FaultKind, outcome: Outcome, message: str) -> None:
         self._finish(Result(fault=Fault(kind, outcome, message)))
 
     def _finish(self, result: Result) -> None:
@@ -372,7 +350,7 @@ class Relay:
         """Put into the record what was seen, however the attempt ended."""
         record, reader = self._record, self._reader
         if self._mode is not _Mode.WAITING:
-            record.last_upstream_at = self._heard_at
+            record.last_upstream_at = self.heard_at
         self._fold()
         if reader is None:
             return
@@ -404,58 +382,25 @@ class Relay:
     # -- time and back-pressure ---------------------------------------------------------------------------------
 
     def _client_paused(self) -> None:
-        self._paused_at = self._now()
+        self._watch.pause()
         self._connection.pause()
-        self._arm(self._paused_at)
 
     def _client_resumed(self) -> None:
-        self._paused_at = None
-        self._resumed_at = self._now()  # the silence was the client's, not the backend's
+        self._watch.resume()
         self._connection.resume()
 
-    def _deadlines(self) -> list[tuple[float, Callable[[], None]]]:
-        limits, record = self._limits, self._record
-        out = [(record.accepted_at + limits.total, self._total_exceeded)]
-        if self._ended_at is not None:
-            out.append((self._ended_at + END_GRACE, self._end_overdue))
-        elif self._paused_at is not None:
-            out.append((self._paused_at + limits.client_idle, self._client_idle))
-        elif self.events_sent:
-            out.append((max(self._heard_at, self._resumed_at) + limits.gap, self._gap_exceeded))
-        elif self._plan.stream:
-            out.append((self._dispatched_at + limits.first, self._first_exceeded))
-        if self._paused_at is None and self._ended_at is None and self._takes_comments():
-            out.append((self._comment_due(), self._keep_alive))
-        return out
+    @property
+    def over(self) -> bool:
+        return self.done.done()
 
-    def _takes_comments(self) -> bool:
-        plan, mode = self._plan, self._mode
-        asked = plan.stream and plan.api is not Api.OTHER and self._limits.keepalive_after > 0
-        return asked and (mode is _Mode.WAITING or mode is _Mode.STREAM)
+    @property
+    def takes_comments(self) -> bool:
+        """The client reads an event stream of ours, or will."""
+        asked = self.streams and self._plan.api is not Api.OTHER
+        return asked and (self._mode is _Mode.WAITING or self._mode is _Mode.STREAM)
 
-    def _comment_due(self) -> float:
-        """Silence counts from what was sent last, at first from accept."""
-        if self._comment_at is not None and not (self.events_sent and self._heard_at > self._comment_at):
-            return self._comment_at + self._limits.keepalive_interval
-        silent_since = self._heard_at if self.events_sent else self._record.accepted_at
-        return silent_since + self._limits.keepalive_after
-
-    def _arm(self, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        due = min(when for when, _ in self._deadlines())
-        self._timer = self._clock.call_at(max(min(due, now + self._shortest), now), self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        now = self._now()
-        for when, action in self._deadlines():
-            if when <= now and not self.done.done():
-                action()
-        if not self.done.done():
-            self._arm(now)
-
-    def _keep_alive(self) -> None:
+    def comment(self) -> None:
+        """Tell the client that the answer is still to come."""
         if not self._answer.started:
             headers = self._headers_for(200, self._headers)
             if self._mode is _Mode.WAITING:
@@ -463,25 +408,8 @@ class Relay:
             self._answer.start(200, headers, None, KEEPALIVE)
         else:
             self._answer.push(KEEPALIVE)
-        self._comment_at = self._now()
 
-    def _total_exceeded(self) -> None:
-        message = f"the answer took longer than {self._limits.total:g} s"
-        self._fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, message)
-
-    def _first_exceeded(self) -> None:
-        message = f"no token within {self._limits.first:g} s"
-        self._fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, message)
-
-    def _gap_exceeded(self) -> None:
-        message = f"the stream was silent for {self._limits.gap:g} s"
-        self._fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, message)
-
-    def _client_idle(self) -> None:
-        message = f"the client did not read for {self._limits.client_idle:g} s"
-        self._fault(FaultKind.CLIENT_IDLE, Outcome.CLIENT_TIMEOUT, message)
-
-    def _end_overdue(self) -> None:
+    def end_overdue(self) -> None:
         """The answer is whole; the backend does not end its message. The client need not wait for that."""
         assert self._reader is not None
         self._close(self._reader)

@@ -17,6 +17,7 @@ LAYERS = (
     ("errors", "config", "clock"),
     ("upstream", "front", "record", "endpoints", "owners", "access"),
     ("attempt",),
+    ("watch",),
     ("pool", "metrics", "health", "relay"),
     ("headers", "refusals", "local"),
     ("toolwork", "toolcheck"),
