@@ -248,7 +248,7 @@ def _text(value: object) -> object:
 
 def tool_counts(record: Record) -> dict[str, int]:
     """What was seen and done about tool calls, by kind; kinds with nothing are left out."""
-    counts = {}
+    counts: dict[str, int] = {}
     for prefix, counted in (("", record.tool_counts), ("history_", record.history_repairs)):
         if counted is not None:
             counts.update({prefix + f.name: n for f in fields(counted) if (n := getattr(counted, f.name))})

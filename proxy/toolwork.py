@@ -36,7 +36,8 @@ _REASONING: Mapping[str, tuple[str, ...]] = {
     "reasoning_content": ("reasoning_content",),
     "both": ("reasoning", "reasoning_content"),
 }
-_HISTORY_MARKS = (b'"tool_calls"', b'"tool_call_id"', b'"tool"', b'"reasoning')
+_TOOL_MARK = b'"tool'
+"""Begins every key and role by which a message says that it has to do with tools."""
 _ENABLE_THINKING = ("chat_template_kwargs", "enable_thinking")
 _EFFORT = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
@@ -200,17 +201,18 @@ def thinking_edits(body: RequestBody) -> list[Edit]:
 
 def history_edits(
     body: RequestBody, tools: Toolset, reasoning: str | None, nudge: str | None
-) -> tuple[list[Edit], HistoryRepairs]:
+) -> tuple[list[Edit], HistoryRepairs | None]:
     """The messages as this backend can take them: repaired, and with the nudge behind them."""
     span = body.scan.span(b"messages")
-    repairs = HistoryRepairs()
+    repairs: HistoryRepairs | None = None
     if span is None or body.scan.kind(b"messages") is not Kind.ARRAY:
-        return [], repairs
+        return [], None
     raw = body.scan.data[span[0] : span[1]]
     pieces: dict[int, bytes] = {}
-    if any(mark in raw for mark in _HISTORY_MARKS):
+    if _TOOL_MARK in raw or (reasoning is not None and b'"reasoning' in raw):
         messages = _decode(raw)
-        changed, repairs = repair_history(messages, tools, new_id, reasoning=reasoning)
+        changed, done = repair_history(messages, tools, new_id, reasoning=reasoning)
+        repairs = done if done.total() else None
         pieces = {
             place: dumps(new)
             for place, (new, old) in enumerate(zip(changed, messages, strict=True))
