@@ -1,7 +1,8 @@
 """`tierline check`: what is in force, who serves what, and whether the backends are what the config says.
 
 Rules
-1. A probe reads little, writes nothing and follows no redirect; it costs a backend one token.
+1. A probe reads little, writes nothing and follows no redirect; it costs a backend one token, and two more where it
+   has no tool parser.
 2. Every problem comes with what to change. A note is worth knowing and fails nothing.
 3. What a server answers is somebody else's text: bounded, and printed without markup or control characters.
 """
@@ -26,6 +27,16 @@ from proxy.wire.promtext import EngineMetrics, read_metrics
 
 LONGEST_ANSWER = 1024 * 1024
 LONGEST_QUOTE = 160
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_that_tools_are_rendered",
+        "description": "Never call this. It is here to see whether a prompt grows by it.",
+        "parameters": {"type": "object", "properties": {"anything": {"type": "string"}}},
+    },
+}
+
+_NEEDS_PARSER = 'start it with a tool parser (vLLM: --enable-auto-tool-choice --tool-call-parser) and drop parser = "none"'
 
 
 # -- what is in force ----------------------------------------------------------------------------------------
@@ -189,6 +200,8 @@ class Probe:
             await self._metrics()
             if model is not None:
                 await self._usage(model)
+                if self.backend.parser == "none" and self.findings[-1].what == "usage":
+                    await self._tools(model)
         return self.findings
 
     async def _ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
@@ -318,6 +331,34 @@ class Probe:
             fix = "set stream_usage = false: time per output token will be missing from records"
             self._tell("usage", Verdict.PROBLEM, "not streamed, though asked for", fix)
 
+    async def _tools(self, model: str) -> None:
+        """Without a tool parser: are tools still part of the prompt when the server is told to call none?"""
+        sizes = []
+        for tools in ({}, {"tools": [_TOOL], "tool_choice": "none"}):
+            messages = [{"role": "user", "content": "ping"}]
+            request = {"model": model, "messages": messages, "max_tokens": 1, **tools}
+            answer = await self._ask("POST", "/v1/chat/completions", json.dumps(request).encode())
+            if answer.status != 200:
+                detail = f"a request {'with' if tools else 'without'} tools answers {answer.status}: {answer.quote()}"
+                self._tell("tools", Verdict.PROBLEM, detail, _NEEDS_PARSER)
+                return
+            sizes.append(_prompt_tokens(answer.body))
+        without, with_tools = sizes
+        if without is None or with_tools is None:
+            detail = (
+                'no prompt_tokens are reported: whether tools are rendered with tool_choice "none" is unknown'
+            )
+            self._tell("tools", Verdict.NOTE, detail, "ask for a tool through the gateway and see it called")
+        elif with_tools > without:
+            self._tell(
+                "tools", Verdict.OK, f'rendered with tool_choice "none": {with_tools - without} tokens'
+            )
+        else:
+            fix = f"start it without --exclude-tools-when-tool-choice-none; else {_NEEDS_PARSER}"
+            self._tell(
+                "tools", Verdict.PROBLEM, 'not rendered with tool_choice "none": no tool is ever called', fix
+            )
+
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
     """The body, or its first LONGEST_ANSWER bytes."""
@@ -351,6 +392,13 @@ def _json(body: bytes) -> object:
         return json.loads(body)
     except (ValueError, RecursionError):
         return None
+
+
+def _prompt_tokens(body: bytes) -> int | None:
+    answer = _json(body)
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else None
 
 
 def _models(body: bytes) -> dict[str, int | None]:

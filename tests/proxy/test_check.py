@@ -271,6 +271,81 @@ async def test_a_servers_words_are_bounded_and_printable() -> None:
         assert len(detail) < LONGEST_QUOTE + 60
 
 
+# -- without a tool parser -----------------------------------------------------------------------------------
+
+UNPARSED = 'parser = "none"'
+
+
+def counted(prompt_tokens: int | None) -> Steps:
+    """An answer that says how long its prompt was, or does not."""
+    usage = {} if prompt_tokens is None else {"usage": {"prompt_tokens": prompt_tokens}}
+    return json_answer({"choices": [], **usage})
+
+
+@pytest.mark.parametrize(
+    ("plain", "with_tools", "verdict", "detail", "fix"),
+    [
+        (counted(9), counted(120), "ok", 'rendered with tool_choice "none": 111 tokens', ""),
+        (
+            counted(9),
+            counted(9),
+            "problem",
+            'not rendered with tool_choice "none": no tool is ever called',
+            "start it without --exclude-tools-when-tool-choice-none; else start it with a tool parser",
+        ),
+        (
+            counted(9),
+            error_json(400, "no tools here"),
+            "problem",
+            "a request with tools answers 400: no tools here",
+            "start it with a tool parser",
+        ),
+        (
+            error_json(500, "boom"),
+            counted(9),
+            "problem",
+            "a request without tools answers 500: boom",
+            "start it with a tool parser",
+        ),
+        (counted(None), counted(9), "note", "no prompt_tokens are reported", "ask for a tool"),
+        (counted(9), json_answer([1]), "note", "no prompt_tokens are reported", "ask for a tool"),
+    ],
+)
+async def test_a_backend_without_tool_parser_must_still_render_tools(
+    plain: Steps, with_tools: Steps, verdict: str, detail: str, fix: str
+) -> None:
+    async with ScriptedBackend() as server:
+        server.answer(chat_stream(), plain, with_tools)
+        finding = (await findings(server.url, UNPARSED))["tools"]
+        assert finding.verdict.value == verdict
+        assert finding.detail.startswith(detail)
+        assert finding.fix.startswith(fix)
+        assert bool(finding.fix) == bool(fix)
+
+
+async def test_the_requests_about_tools_differ_in_the_tools_alone_and_cost_a_token_each() -> None:
+    async with ScriptedBackend(model="tiny") as server:
+        server.answer(chat_stream(), counted(9), counted(120))
+        await findings(server.url, UNPARSED)
+        plain, with_tools = (request.json for request in server.requests[1:])
+        assert plain["max_tokens"] == 1
+        assert with_tools["tools"]
+        assert with_tools == plain | {"tools": with_tools["tools"], "tool_choice": "none"}
+
+
+async def test_a_backend_with_a_tool_parser_is_not_asked_about_tools() -> None:
+    async with ScriptedBackend() as server:
+        assert "tools" not in await findings(server.url)
+        assert len(server.requests) == 1
+
+
+async def test_a_backend_that_does_not_answer_is_not_asked_about_tools() -> None:
+    async with ScriptedBackend() as server:
+        server.answer(error_json(400, "no such model"))
+        assert "tools" not in await findings(server.url, UNPARSED)
+        assert len(server.requests) == 1
+
+
 # -- not reachable -------------------------------------------------------------------------------------------
 
 
