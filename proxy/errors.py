@@ -16,7 +16,7 @@ class Outcome(StrEnum):
     UNAUTHORIZED = "unauthorized"  # no key, wrong key
     SHED = "shed"  # every fitting backend is full: 429 with Retry-After
     NO_BACKEND = "no_backend"  # none fits: 503 with each backend's reason
-    CANCELLED = "cancelled"  # the client went away (499)
+    CANCELLED = "cancelled"  # the client went away
     CLIENT_TIMEOUT = "client_timeout"  # the client stopped reading or sending
     UPSTREAM_REJECTED = "upstream_rejected"  # the backend answered 4xx; passed on
     UPSTREAM_ERROR = "upstream_error"  # the backend answered 5xx, an error event, or "abort"
