@@ -78,6 +78,10 @@ class ToolWork:
             self.choice.mode in ("required", "named") and bool(self.tools.by_name) and backend.enforces_choice
         )
 
+    def is_demanded(self, call: FinishedCall) -> bool:
+        """A call of the tool that was named, where one was."""
+        return self.choice.named is None or call.name == self.choice.named.name
+
     def edits(self, backend: BackendSpec) -> list[Edit]:
         """What this backend is sent in place of the request's tool_choice."""
         if not self.tools.by_name or self.choice.mode == "none":
@@ -112,7 +116,7 @@ class ToolWork:
             self._shape(),
             model_swap,
             hide_usage=hide_usage,
-            must_call=self.must_call(backend),
+            demanded=self.is_demanded if self.must_call(backend) else None,
         )
 
     def whole(self, backend: BackendSpec, raw: bytes) -> WholeAnswer:
@@ -135,7 +139,9 @@ class ToolWork:
         for engine in engines:
             counters.add(engine.counters)
         calls = [call for engine in engines for call in engine.calls]
-        lacks = self.must_call(backend) and not any(call.complete for call in calls)
+        lacks = self.must_call(backend) and not any(
+            call.complete and self.is_demanded(call) for call in calls
+        )
         if any(new is not old for new, old in zip(put_right, choices, strict=True)):
             raw = dumps({**answer, "choices": put_right})
         return WholeAnswer(raw, counters, calls, lacks)

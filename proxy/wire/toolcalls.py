@@ -105,7 +105,7 @@ class ToolEngine:
             think="open" if starts_thinking else "tags",
         )
         self._code = self._text.code
-        self._thinking = Thinking(tools)
+        self._thinking = Thinking(tools, unclosed=starts_thinking)
         self._parsed = ParsedCalls(tools, choice.named, self._take_id, self.counters, exact=exact)
         self._ids: set[str] = set()
         self._quick = False  # the three ways of `content`, see `_aim`
@@ -158,7 +158,7 @@ class ToolEngine:
         whole = self._joiner.join(text)
         events: list[Event] = []
         self._reader = None
-        if self._thinking.held and not whole.isspace():
+        if self._thinking.held and not (self._text.thinking or whole.isspace()):
             events += self._release_thinking()
         if whole is text and self._text.passes(text):
             return [*events, Content(text)] if events else PASS

@@ -27,7 +27,7 @@ _LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
 class ToolChatStream(ChatStream):
     """`/v1/chat/completions` with tools, or with an answer that has to be put right."""
 
-    __slots__ = ("_end", "_leaf", "_place", "_repair", "_withheld")
+    __slots__ = ("_demanded", "_end", "_leaf", "_place", "_repair", "_withheld")
 
     def __init__(
         self,
@@ -36,13 +36,14 @@ class ToolChatStream(ChatStream):
         model_swap: tuple[bytes, bytes] | None = None,
         *,
         hide_usage: bool = False,
-        must_call: bool = False,
+        demanded: Callable[[FinishedCall], bool] | None = None,
     ) -> None:
-        """new_engine: an engine for one more choice; its argument: parsed deltas may pass. must_call: nothing
-        leaves before a call begins, and an answer without one is not whole."""
+        """new_engine: an engine for one more choice; its argument: parsed deltas may pass. demanded: what
+        must be called; nothing leaves before such a call begins, and an answer without one is not whole."""
         super().__init__(model_swap, hide_usage=hide_usage)
         self._repair = Repair(new_engine, shape)
-        self.lacks_call = must_call
+        self.lacks_call = demanded is not None
+        self._demanded = demanded
         self._withheld: list[bytes] = []
         self._end = b""
         self._leaf: str | None = None
@@ -101,7 +102,7 @@ class ToolChatStream(ChatStream):
         return not self.lacks_call or self._called()
 
     def _called(self) -> bool:
-        return any(engine.calls for engine in self.engines)
+        return self._demanded is None or any(map(self._demanded, self.calls))
 
     def _release(self) -> bytes:
         self.lacks_call = False

@@ -79,6 +79,11 @@ class TextMachine(CallRunner):
         return self._raw_size + len(self._gap) + len(self._held)
 
     @property
+    def thinking(self) -> bool:
+        """What comes next is still thinking."""
+        return self._state == self._think
+
+    @property
     def waiting(self) -> bool:
         """True inside a call or while text is held."""
         return bool(self._held or self._xml or self._json)

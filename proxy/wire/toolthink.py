@@ -2,11 +2,13 @@
 
 Rules: the text of a call found in thinking is kept; any more thinking (or the answer itself, which the caller sees)
 releases it as thinking, unchanged. Only calls that were closed in the text, with nothing but blanks behind, are
-promoted. At most MAX_HELD characters are held.
+promoted. In thinking that nobody closed one word may stick to the last closer: noise, for prose goes on behind a
+blank, and without the call there is no answer at all. At most MAX_HELD characters are held.
 """
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from proxy.wire.coerce import Toolset
@@ -15,6 +17,10 @@ from proxy.wire.toolevents import CallEnd, CallStart, Content, Counters, Event
 from proxy.wire.tooltext import TextMachine
 
 MAX_HELD = 1 << 20
+LONGEST_STRAY = 16
+_STRAY = re.compile(rf"</(?:tool_call|function)>\w{{1,{LONGEST_STRAY}}}\s*\Z")
+_STRAY_REACH = 64
+"""More characters than closer, word and a few blanks have."""
 
 
 class Promoted(NamedTuple):
@@ -25,10 +31,12 @@ class Promoted(NamedTuple):
 
 
 class Thinking:
-    """`feed` returns what may be sent; `held` while something waits."""
+    """`feed` returns what may be sent; `held` while something waits. unclosed: it is thinking because no `</think>`
+    came, not because the backend said so."""
 
-    def __init__(self, tools: Toolset) -> None:
+    def __init__(self, tools: Toolset, *, unclosed: bool = False) -> None:
         self._tools = tools
+        self._unclosed = unclosed
         self._restart()
 
     def _restart(self) -> None:
@@ -63,7 +71,7 @@ class Thinking:
         more = self._machine.take()
         events: list[Event] = [event for event in more if not isinstance(event, Content)]
         spoke = any(isinstance(event, Content) and not event.text.isspace() for event in more)
-        if self._events and not spoke and self._size <= MAX_HELD:
+        if self._events and not (spoke and not self._stray()) and self._size <= MAX_HELD:
             self._events += events
             return ""
         if self._size > MAX_HELD and (self._events or events):
@@ -75,6 +83,10 @@ class Thinking:
             return ""
         self._events = []
         return self._say()
+
+    def _stray(self) -> bool:
+        """What was said behind the last call is no more than a word that sticks to it."""
+        return self._unclosed and _STRAY.search("".join(self._raw[-_STRAY_REACH:])) is not None
 
     def _say(self) -> str:
         """All raw text but what the machine still holds."""
@@ -101,7 +113,7 @@ class Thinking:
         calls = self._events + [event for event in more if not isinstance(event, Content)]
         ends = [event for event in calls if isinstance(event, CallEnd)]
         whole = bool(ends) and all(end.complete for end in ends) and not self._machine.forced
-        if alone and whole and not spoke:
+        if alone and whole and not (spoke and not self._stray()):
             return Promoted("", calls)
         self._events = calls
         return "".join(self._raw)
