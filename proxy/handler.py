@@ -96,8 +96,8 @@ class Gateway:
             log.exception("request %s failed inside the gateway", exchange.record.request_id)
             exchange.refuse(ProxyError(Outcome.INTERNAL, 500, "internal error", type="server_error"))
         finally:
-            exchange.close()
             self.exchanges.discard(exchange)
             if not self.exchanges:
                 self._idle.set()
+            exchange.close()
         return exchange.answer

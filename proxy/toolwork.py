@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from proxy.wire.chatdelta import ChatShape, repair_choice
 from proxy.wire.coerce import Toolset
 from proxy.wire.request import RequestBody
 from proxy.wire.splice import Edit, default, override
+from proxy.wire.streams import MalformedStream
 from proxy.wire.toolcalls import FinishedCall, ToolChoice, ToolEngine
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrender import ToolFormat
@@ -38,6 +40,8 @@ _REASONING: Mapping[str, tuple[str, ...]] = {
 }
 _TOOL_MARK = b'"tool'
 """Begins every key and role by which a message says that it has to do with tools."""
+_BLANK = re.compile(r"[\s,]*")
+_END = re.compile(rb"\s*\]")
 _ENABLE_THINKING = ("chat_template_kwargs", "enable_thinking")
 _EFFORT = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
@@ -128,6 +132,14 @@ class ToolWork:
             return WholeAnswer(raw)
         if not isinstance(choices, list):
             return WholeAnswer(raw)
+        try:
+            return self._put_right(backend, raw, answer, choices)
+        except (RecursionError, MalformedStream):  # nests deeper than anything that could be a call
+            return WholeAnswer(raw, lacks_call=self.must_call(backend))
+
+    def _put_right(
+        self, backend: BackendSpec, raw: bytes, answer: dict[str, Any], choices: list[Any]
+    ) -> WholeAnswer:
         engines, put_right = [], []
         for choice in choices:
             engine = self._engine(backend, self.form is ToolFormat.OPENAI)
@@ -217,13 +229,16 @@ def history_edits(
     pieces: dict[int, bytes] = {}
     if _TOOL_MARK in raw or (reasoning is not None and b'"reasoning' in raw):
         messages = _decode(raw)
-        changed, done = repair_history(messages, tools, new_id, reasoning=reasoning)
+        try:
+            changed, done = repair_history(messages, tools, new_id, reasoning=reasoning)
+            pieces = {
+                place: dumps(new)
+                for place, (new, old) in enumerate(zip(changed, messages, strict=True))
+                if new is not old
+            }
+        except (RecursionError, MalformedStream):
+            raise BodyError("messages nest too deep", "messages") from None
         repairs = done if done.total() else None
-        pieces = {
-            place: dumps(new)
-            for place, (new, old) in enumerate(zip(changed, messages, strict=True))
-            if new is not old
-        }
     if not pieces and nudge is None:
         return [], repairs
     return [Edit((b"messages",), _respell(raw, pieces, nudge))], repairs
@@ -231,7 +246,7 @@ def history_edits(
 
 def _respell(raw: bytes, pieces: Mapping[int, bytes], nudge: str | None) -> bytes:
     """The array with some elements replaced and one more at its end; every other byte as it came."""
-    spans = items(raw, (0, len(raw)))
+    spans = _elements(raw)
     out: list[bytes] = []
     at = 0
     for place, new in sorted(pieces.items()):
@@ -245,6 +260,26 @@ def _respell(raw: bytes, pieces: Mapping[int, bytes], nudge: str | None) -> byte
         at = end
     out.append(raw[at:])
     return b"".join(out)
+
+
+def _elements(raw: bytes) -> list[tuple[int, int]]:
+    """Offsets of all elements of an array, also of those that nest deeper than `items` goes."""
+    spans = items(raw, (0, len(raw)))
+    if _END.fullmatch(raw, spans[-1][1] if spans else 1):
+        return spans
+    text = raw.decode("latin-1")  # what JSON is made of is ASCII: offsets are those of the bytes
+    read, spans, at = json.JSONDecoder(strict=False).raw_decode, [], 1
+    try:
+        while True:
+            at = _BLANK.match(text, at).end()  # type: ignore[union-attr]
+            if text.startswith("]", at):
+                break
+            _, end = read(text, at)
+            spans.append((at, end))
+            at = end
+    except (ValueError, RecursionError):
+        raise BodyError("messages is not valid JSON, or nests too deep", "messages") from None
+    return spans
 
 
 def nudge(choice: ToolChoice) -> str:

@@ -32,7 +32,7 @@ class Answer:
 
 
 def _count(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value < 2**53 else None
 
 
 def read_usage(usage: Any) -> Usage:

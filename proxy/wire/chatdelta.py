@@ -135,7 +135,7 @@ class ChatStream:
     def _choice(self, chunk: dict[str, Any], choice: dict[str, Any], raw: object, out: list[object]) -> bool:
         """True when the chunk may leave as it came, behind `out`."""
         index = choice.get("index")
-        key = index if isinstance(index, int) else 0
+        key = index if type(index) is int else 0
         state = self.choices.get(key)
         if state is None:
             state = self.choices[key] = _Choice(

@@ -61,12 +61,13 @@ class Spec:
 
     def __init__(self, root: Mapping[str, Any], schemas: Sequence[Any]) -> None:
         self._root = root
-        self._flat = [flat for schema in schemas for flat in _flatten(schema, root, 0)]
+        seen: set[int] = set()
+        self._flat = [flat for schema in schemas for flat in _flatten(schema, root, seen, 0)]
         self._children: dict[str, Spec] = {}
         self._items: Spec | None = None
         types: set[str] = set()
         for schema in schemas:
-            found = _types(schema, root, 0)
+            found = _types(schema, root, {}, 0)
             types |= {"string"} if found is None and len(schemas) > 1 else found or set()
         self.types = frozenset(types)
         self.enum = _enum(self._flat)
@@ -145,31 +146,45 @@ def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
     return node
 
 
-def _flatten(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """The schema and all it is composed of, references followed."""
-    if not isinstance(schema, dict) or depth > MAX_NESTING:
+def _flatten(schema: Any, root: Mapping[str, Any], seen: set[int], depth: int) -> Iterator[Mapping[str, Any]]:
+    """The schema and all it is composed of, references followed. Each part once (seen: by identity), for references
+    that branch would make more of a few lines than anybody can read."""
+    if not isinstance(schema, dict) or depth > MAX_NESTING or id(schema) in seen:
         return
+    seen.add(id(schema))
     yield schema
     if "$ref" in schema:
-        yield from _flatten(_resolve(schema, root), root, depth + 1)
+        yield from _flatten(_resolve(schema, root), root, seen, depth + 1)
     for word in ("anyOf", "oneOf", "allOf"):
         parts = schema.get(word)
         for part in parts if isinstance(parts, list) else ():
-            yield from _flatten(part, root, depth + 1)
+            yield from _flatten(part, root, seen, depth + 1)
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str] | None:
-    """The types a schema allows, None when it does not say."""
+def _types(
+    schema: Any, root: Mapping[str, Any], known: dict[int, set[str] | None], depth: int
+) -> set[str] | None:
+    """The types a schema allows, None when it does not say. known: of the schemas read so far, by identity; one that
+    is still being read says nothing of itself."""
     if not isinstance(schema, dict) or depth > MAX_NESTING:
         return None
+    if id(schema) not in known:
+        known[id(schema)] = None
+        known[id(schema)] = _read_types(schema, root, known, depth)
+    return known[id(schema)]
+
+
+def _read_types(
+    schema: Mapping[str, Any], root: Mapping[str, Any], seen: dict[int, set[str] | None], depth: int
+) -> set[str] | None:
     limits = [_own_types(schema)]
     if "$ref" in schema:
-        limits.append(_types(_resolve(schema, root), root, depth + 1))
+        limits.append(_types(_resolve(schema, root), root, seen, depth + 1))
     if isinstance(schema.get("allOf"), list):
-        limits += [_types(part, root, depth + 1) for part in schema["allOf"]]
+        limits += [_types(part, root, seen, depth + 1) for part in schema["allOf"]]
     for word in ("anyOf", "oneOf"):
         if isinstance(schema.get(word), list) and schema[word]:
-            parts = [_types(part, root, depth + 1) for part in schema[word]]
+            parts = [_types(part, root, seen, depth + 1) for part in schema[word]]
             limits.append({kind for part in parts for kind in (part or {"string"})})
     known = [limit for limit in limits if limit is not None]
     if not known:

@@ -231,6 +231,24 @@ def swap_model(data: bytes, old: bytes, new: bytes) -> bytes:
     return data
 
 
+def choice_index(choice: dict[str, Any]) -> int:
+    """Which choice this is; what is no number is the first one."""
+    index = choice.get("index")
+    return index if type(index) is int else 0
+
+
+def _object(payload: dict[str, Any], key: str) -> dict[str, Any]:
+    """A member that is an object where it is there at all."""
+    value = payload.get(key) or {}
+    if not isinstance(value, dict):
+        raise MalformedStream(f"{key} is not an object")
+    return value
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 class ChatStream(StreamReader):
     """`/v1/chat/completions`: choices[].delta, a finish_reason a choice, usage alone at the end, [DONE]."""
 
@@ -250,15 +268,17 @@ class ChatStream(StreamReader):
         if usage:
             self.usage = usage
         if self.response_id is None:
-            self.response_id = payload.get("id")
+            self.response_id = _text(payload.get("id"))
         if not choices:
             if choices is None and usage is None:
                 raise MalformedStream("a chunk without choices")
             return not (usage and self._hide_usage), False
+        if not isinstance(choices, list):
+            raise MalformedStream("choices are not a list")
         plain = len(choices) == 1 and not usage
         for choice in choices:
             try:
-                index = choice.get("index", 0)
+                index = choice_index(choice)
                 finish = choice.get("finish_reason")
                 if self._has_content(choice):
                     self.content = True
@@ -266,6 +286,8 @@ class ChatStream(StreamReader):
                     plain = False
             except (AttributeError, TypeError):
                 raise MalformedStream("a choice is not an object") from None
+            if finish is not None and not isinstance(finish, str):
+                raise MalformedStream("a finish_reason is not a string")
             if finish == "abort":
                 # vLLM's clean-looking end of what it gives up; see `aborted`.
                 self.finish[index] = self.finish_reason = finish
@@ -328,20 +350,20 @@ class MessagesStream(StreamReader):
     def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
         kind = payload.get("type")
         if kind == "content_block_delta":
-            delta = payload.get("delta") or {}
+            delta = _object(payload, "delta")
             if delta.get("text") or delta.get("thinking") or delta.get("partial_json"):
                 self.content = True
                 return True, True
         elif kind == "content_block_start":
-            if (payload.get("content_block") or {}).get("type") in ("tool_use", "server_tool_use"):
+            if _object(payload, "content_block").get("type") in ("tool_use", "server_tool_use"):
                 self.content = True
         elif kind == "message_start":
-            message = payload.get("message") or {}
-            self.response_id = message.get("id")
-            self.usage = dict(message.get("usage") or {})
+            message = _object(payload, "message")
+            self.response_id = _text(message.get("id"))
+            self.usage = dict(_object(message, "usage"))
         elif kind == "message_delta":
-            self.finish_reason = (payload.get("delta") or {}).get("stop_reason") or self.finish_reason
-            self.usage = {**(self.usage or {}), **(payload.get("usage") or {})}
+            self.finish_reason = _text(_object(payload, "delta").get("stop_reason")) or self.finish_reason
+            self.usage = {**(self.usage or {}), **_object(payload, "usage")}
             if self.aborted:
                 self.notable = True
                 return False, False
@@ -377,12 +399,12 @@ class ResponsesStream(StreamReader):
             if payload.get("delta"):
                 self.content = True
         elif kind in ("response.created", "response.in_progress"):
-            self.response_id = (payload.get("response") or {}).get("id") or self.response_id
+            self.response_id = _text(_object(payload, "response").get("id")) or self.response_id
         elif kind in ("response.completed", "response.incomplete", "response.failed", "response.cancelled"):
-            response = payload.get("response") or {}
+            response = _object(payload, "response")
             self.ended = self.notable = True
             self.usage = response.get("usage") or self.usage
-            self.finish_reason = response.get("status") or kind.removeprefix("response.")
+            self.finish_reason = _text(response.get("status")) or kind.removeprefix("response.")
         return True, False
 
     def complete(self) -> bool:

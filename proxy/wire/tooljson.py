@@ -18,6 +18,7 @@ from proxy.wire.jsonstring import BLANK, End
 ENVELOPE_KEY = re.compile(r"[\s,]*([\"']?)([A-Za-z_]\w{0,31})\1\s*:\s*")
 KEY_START = re.compile(r"[\s,]*(?:[\"']?(?:[A-Za-z_]\w{0,31})?[\"']?\s*)?\Z")
 SEPARATORS = re.compile(r"[\s,]*")
+SPACE = re.compile(r"\s*")
 NAMES = frozenset({"name", "function", "tool_name"})
 ARGUMENTS = frozenset({"arguments", "parameters", "args", "input"})
 OTHERS = frozenset({"id", "type", "call_id", "index", "tool_call_id"})
@@ -32,6 +33,7 @@ class JsonCall:
         "_bare",
         "_depth",
         "_early",
+        "_found",
         "_last",
         "_reader",
         "_sent",
@@ -60,6 +62,7 @@ class JsonCall:
         self._reader: JsonRewriter | None = None
         self._take = self._ignore
         self._arguments = False  # the arguments were read
+        self._found = ""  # the key whose value comes next
         self._early = ""  # arguments that came before the name
         self._last = ""  # their final brace, until the call ends
         self._sent = False
@@ -139,13 +142,21 @@ class JsonCall:
 
     def _key(self, buffer: str, index: int, end: End) -> int:
         found = ENVELOPE_KEY.match(buffer, index)
-        if found and (found.end() < len(buffer) or end is not End.MORE):
+        if found:
             self.repairs += found.group(1) != '"'
-            self._start_value(found.group(2), buffer, found.end())
+            self._found = found.group(2)
+            self._state = self._before_value
             return found.end()
-        if found or (end is End.MORE and KEY_START.match(buffer, index) and len(buffer) - index < 64):
+        if end is End.MORE and KEY_START.match(buffer, index) and len(buffer) - index < 64:
             return index
         return self._after(buffer, index, end)
+
+    def _before_value(self, buffer: str, index: int, end: End) -> int:
+        """Behind the colon; blanks are read once, however many there are."""
+        at = SPACE.match(buffer, index).end()  # type: ignore[union-attr]
+        if at < len(buffer) or end is not End.MORE:
+            self._start_value(self._found, buffer, at)
+        return at
 
     def _after(self, buffer: str, index: int, end: End) -> int:
         """No key: the envelope ends here, or this is no call, or what was forgotten is forgiven."""

@@ -18,6 +18,9 @@ from proxy.wire.toolargs import unwrap
 
 Message = dict[str, Any]
 
+MAX_MENDED = 128 * 1024
+"""Characters of unsound arguments in one conversation that are read for what they mean; more are only quoted."""
+
 
 @dataclass(slots=True)
 class HistoryRepairs:
@@ -43,6 +46,7 @@ def repair_history(
 ) -> tuple[Sequence[Any], HistoryRepairs]:
     """The messages as a backend can take them. `reasoning`: the field name it reads, None leaves both spellings."""
     repairs, out = HistoryRepairs(), []
+    mend = _Mender(tools)
     open_ids: list[str] = []  # of calls that no tool message answered yet
     for message in messages:
         if not isinstance(message, dict):
@@ -51,7 +55,7 @@ def repair_history(
         role = message.get("role")
         if role == "assistant":
             message = _spell_reasoning(message, reasoning, repairs)
-            message = _repair_calls(message, tools, new_id, repairs)
+            message = _repair_calls(message, mend, new_id, repairs)
             calls = message.get("tool_calls")
             open_ids = _ids(calls) if isinstance(calls, list) else []
         elif role == "tool":
@@ -81,7 +85,7 @@ def _spell_reasoning(message: Message, wanted: str | None, repairs: HistoryRepai
 
 
 def _repair_calls(
-    message: Message, tools: Toolset, new_id: Callable[[], str], repairs: HistoryRepairs
+    message: Message, mend: _Mender, new_id: Callable[[], str], repairs: HistoryRepairs
 ) -> Message:
     calls = message.get("tool_calls")
     if calls is None:
@@ -91,13 +95,13 @@ def _repair_calls(
         return {key: value for key, value in message.items() if key != "tool_calls"}
     if not isinstance(calls, list):
         return message
-    repaired = [_repair_call(call, tools, new_id, repairs) for call in calls]
+    repaired = [_repair_call(call, mend, new_id, repairs) for call in calls]
     if all(new is old for new, old in zip(repaired, calls, strict=True)):
         return message
     return {**message, "tool_calls": repaired}
 
 
-def _repair_call(call: Any, tools: Toolset, new_id: Callable[[], str], repairs: HistoryRepairs) -> Any:
+def _repair_call(call: Any, mend: _Mender, new_id: Callable[[], str], repairs: HistoryRepairs) -> Any:
     """One call of the history: an id, a type, a name, and arguments that decode to an object."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
@@ -108,15 +112,16 @@ def _repair_call(call: Any, tools: Toolset, new_id: Callable[[], str], repairs: 
     if call.get("type") != "function":
         repairs.types += 1
         changed["type"] = "function"
-    arguments = repair_arguments(function.get("arguments"), str(function.get("name") or ""), tools)
+    arguments = mend(function.get("arguments"), str(function.get("name") or ""))
     if arguments != function.get("arguments"):
         repairs.arguments += 1
         changed["function"] = {**function, "arguments": arguments}
     return changed if changed != call else call
 
 
-def repair_arguments(arguments: Any, name: str, tools: Toolset) -> str:
-    """JSON text of an object: the given text if it is that, else what it means, else an object that quotes it."""
+def repair_arguments(arguments: Any, name: str, tools: Toolset, room: int = MAX_MENDED) -> str:
+    """JSON text of an object: the given text if it is that, else what it means, else an object that quotes it. room:
+    characters that may be read for what they mean."""
     if isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
     if arguments is None:
@@ -124,11 +129,27 @@ def repair_arguments(arguments: Any, name: str, tools: Toolset) -> str:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if is_object(text):
         return text
-    tool = tools.by_name.get(name) or Tool(name, None)
-    found = unwrap(text, tool, tools)
-    if found is not None and is_object(found):
-        return found
+    if len(text) <= room:
+        tool = tools.by_name.get(name) or Tool(name, None)
+        found = unwrap(text, tool, tools)
+        if found is not None and is_object(found):
+            return found
     return json.dumps({"arguments": text}, ensure_ascii=False)
+
+
+class _Mender:
+    """`repair_arguments` for the calls of one conversation: what is unsound is read up to a limit, for nobody may keep
+    the gateway busy with it."""
+
+    def __init__(self, tools: Toolset) -> None:
+        self._tools = tools
+        self._room = MAX_MENDED
+
+    def __call__(self, arguments: Any, name: str) -> str:
+        text = repair_arguments(arguments, name, self._tools, self._room)
+        if text != arguments and isinstance(arguments, str | list):
+            self._room -= len(text)
+        return text
 
 
 def is_object(text: str) -> bool:

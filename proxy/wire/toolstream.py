@@ -17,7 +17,7 @@ import orjson
 
 from proxy.wire.chatdelta import ChatShape
 from proxy.wire.chatdelta import ChatStream as Repair
-from proxy.wire.streams import ChatStream, swap_model
+from proxy.wire.streams import ChatStream, MalformedStream, choice_index, swap_model
 from proxy.wire.toolcalls import FinishedCall, ToolEngine
 from proxy.wire.toolevents import Counters, Pass
 
@@ -112,7 +112,10 @@ class ToolChatStream(ChatStream):
         return out
 
     def _forward(self, event: bytes, payload: dict[str, Any], keep: bool) -> bytes:
-        found = self._repair.feed(payload, event if keep else b"")
+        try:
+            found = self._repair.feed(payload, event if keep else b"")
+        except RecursionError:
+            raise MalformedStream("event data nests too deep") from None
         if isinstance(found, Pass):
             return super()._forward(event, payload, keep)
         return self._encode(found)
@@ -130,7 +133,7 @@ class ToolChatStream(ChatStream):
             # What is learned is one text and nothing beside it: oddities are the engine's to see, each time.
             if len(delta) != 1 or (calls and not _only_arguments(calls)):
                 return keep, False
-            self._place = (choice.get("index", 0), calls[0]["index"] if calls else None)
+            self._place = (choice_index(choice), calls[0]["index"] if calls else None)
         return keep, teach
 
     def _done(self, event: bytes) -> bytes:
@@ -180,4 +183,7 @@ def dumps(value: dict[str, Any], model_swap: tuple[bytes, bytes] | None = None) 
     try:
         return orjson.dumps(value)
     except TypeError:
-        return json.dumps(value, separators=(",", ":")).encode()
+        try:
+            return json.dumps(value, separators=(",", ":")).encode()
+        except RecursionError:
+            raise MalformedStream("event data nests too deep") from None

@@ -20,7 +20,7 @@ from proxy.wire.toolrun import FUNCTIONS, MAX_BLANK, THINK_END, CallRunner, Stat
 from proxy.wire.toolxml import XmlCall, begins_tag
 
 THINK = "<think>"
-GUIDED = re.compile(r"\s*(?:```\w*\s*)?(?=[\[{])")
+GUIDED = re.compile(r"\s*+(?:```\w*+\s*+)?+(?=[\[{])")
 GUIDED_START = re.compile(r"\s*(?:`{1,2}|```\w{0,10}\s*)?\Z")
 MAYBE = re.compile(r"<(?=tool_call>|function[=> ]|/?think>|/tool_call>|[/a-z_]{0,11}\Z)")
 
@@ -152,9 +152,12 @@ class TextMachine(CallRunner):
 
     def _text(self, buffer: str, index: int, end: End) -> int:
         self._behind = False
-        found = MAYBE.search(buffer, index)
+        lines = self._guided and self._named is None
+        # A look at all the rest for every line would be quadratic.
+        stop = buffer.find("\n", index) + 1 if lines else 0
+        found = MAYBE.search(buffer, index, stop or len(buffer))
         tag = found.start() if found else -1
-        if self._guided and self._named is None:
+        if lines:
             line = buffer.find("\n", index, tag if tag >= 0 else len(buffer)) + 1
             if line:
                 self.code.advance(buffer[index:line])
@@ -260,7 +263,7 @@ class TextMachine(CallRunner):
 
     def _guided_start(self, buffer: str, index: int, end: End) -> int:
         """JSON that a tool_choice asked for, at the start of the text (required: of any line), maybe fenced."""
-        found = GUIDED.match(buffer, index)
+        found = GUIDED.match(buffer, index, index + MAX_BLANK)
         if found:
             self._begin_json(buffer[index : found.end()])
             return found.end()

@@ -16,7 +16,7 @@ from proxy.wire.jsonfix import JsonRewriter, convert
 from proxy.wire.jsonstring import End
 
 BLANK = re.compile(r"\s*")
-KEY = re.compile(r"<parameter(?:=|\s+name\s*=)\s*[\"']?([^>\n<\"']{0,256})[\"']?\s*?(>|\n)")
+KEY = re.compile(r"<parameter(?:=|\s+name\s*=)\s*[\"']?([^>\n<\"']{0,256}+)[\"']?[^\S\n]*+(>|\n)")
 KEY_START = re.compile(r"<parameter(?:=|\s+name\s*=|\s+n?a?m?e?\Z)[^>\n<]{0,260}\Z")
 FOREIGN = r"function_invocation|function_calls?|function_call|tool_calls|invoke|parameters|arguments"
 CLOSERS = ("</parameter>", "</function>", "</tool_call>")

@@ -243,6 +243,60 @@ def test_what_is_not_a_chunk_is_malformed(data: bytes) -> None:
         ChatStream().feed(data)
 
 
+ODD: tuple[object, ...] = (None, True, 0, -1, 1.5, "", "x", [], [1], [[1]], [None], [{}], {}, {"a": 1}, 2**70)
+SPOKEN: dict[type[StreamReader], list[dict]] = {
+    ChatStream: [
+        {
+            "id": "c",
+            "choices": [{"index": 0, "delta": {"content": "x", "tool_calls": None}, "finish_reason": None}],
+            "usage": None,
+        },
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ],
+    CompletionsStream: [{"id": "c", "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}],
+    MessagesStream: [
+        {"type": "message_start", "message": {"id": "m", "usage": {"input_tokens": 1}}},
+        {"type": "content_block_start", "content_block": {"type": "text"}},
+        {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "x"}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 1}},
+        {"type": "message_stop"},
+    ],
+    ResponsesStream: [
+        {"type": "response.created", "sequence_number": 0, "response": {"id": "r"}},
+        {"type": "response.output_text.delta", "delta": "x", "sequence_number": 1},
+        {"type": "response.completed", "response": {"id": "r", "status": "completed", "usage": {}}},
+    ],
+}
+
+
+def with_odd_members(value: object) -> list[object]:
+    """`value` with one member, at any depth, replaced by each of ODD."""
+    out: list[object] = list(ODD)
+    if isinstance(value, dict):
+        out += [{**value, key: odd} for key in value for odd in with_odd_members(value[key])]
+    elif isinstance(value, list):
+        out += [[odd] for odd in with_odd_members(value[0])]
+    return out
+
+
+@pytest.mark.parametrize("kind", SPOKEN)
+def test_a_member_of_any_type_is_read_or_malformed(kind: type[StreamReader]) -> None:
+    """Nothing else is raised, and what is kept of the answer can be recorded."""
+    events = SPOKEN[kind]
+    for place, event in enumerate(events):
+        for odd in with_odd_members(event):
+            reader = kind()
+            try:
+                for said in (*events[:place], odd, *events[place:]):
+                    reader.feed(b"data: %b\n\n" % json.dumps(said).encode())
+            except MalformedStream:
+                continue
+            assert reader.finish_reason is None or isinstance(reader.finish_reason, str)
+            assert reader.response_id is None or isinstance(reader.response_id, str)
+            read_usage(reader.usage)
+            reader.complete()
+
+
 def test_lone_surrogates_and_huge_numbers_are_not_malformed() -> None:
     event = b'data: {"choices":[{"index":0,"delta":{"content":"\\ud83d"},"finish_reason":null}],"x":NaN}\n\n'
     reader = ChatStream()

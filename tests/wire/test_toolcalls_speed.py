@@ -29,16 +29,26 @@ def engine(mode: str = "auto") -> ToolEngine:
     return ToolEngine(TOOLS, ToolChoice(mode), lambda: f"c{next(numbers)}")
 
 
-def content(head: str, unit: str, size: int) -> float:
-    """CPU seconds for `size` characters of `unit`s in deltas of four."""
-    made = engine()
+def content(head: str, unit: str, size: int, mode: str = "auto", step: int = 4) -> float:
+    """CPU seconds for `size` characters of `unit`s in deltas of `step`."""
+    made = engine(mode)
     made.content(head)
     text = (unit * (size // len(unit) + 1))[:size]
     start = time.process_time()
-    for at in range(0, size, 4):
-        made.content(text[at : at + 4])
+    for at in range(0, size, step):
+        made.content(text[at : at + step])
     made.finish("stop")
     return time.process_time() - start
+
+
+def demanded(head: str, unit: str, size: int) -> float:
+    """`content`, where tool_choice is "required"."""
+    return content(head, unit, size, mode="required")
+
+
+def whole(head: str, unit: str, size: int) -> float:
+    """`demanded`, in one piece."""
+    return content(head, unit, size, mode="required", step=size)
 
 
 def parsed(head: str, unit: str, size: int) -> float:
@@ -97,6 +107,17 @@ FLOODS: list[tuple[Callable[[str, str, int], float], str, str]] = [
     (content, "<tool_call>\n<function=f>\n</function>\n", " "),
     (content, "<tool_call>\n<function=f>\n</function>\n", "</function>"),
     (content, "```", "\n```x\n```"),
+    (content, '<tool_call>\n{"name": "f", "arguments":', " "),
+    (content, '<tool_call>\n{"arguments":', "\n"),
+    (content, "<tool_call>\n<function=f>\n", "<parameter=" + " " * 300),
+    (demanded, "", "\n"),
+    (demanded, "", "```\n"),
+    (demanded, "<tool_call>\n", "```\n"),
+    (demanded, "", "` \n"),
+    (whole, "", "\n"),
+    (whole, "", "```\n"),
+    (whole, "<tool_call>\n", "\n "),
+    (whole, '<tool_call>{"arguments":', "```\n"),
     (parsed, '{"s": "', "text \\n"),
     (parsed, '{"a": ', "["),
     (parsed, '{"i": ', "1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -142,3 +143,20 @@ def test_any_arguments_end_as_an_object(text):
 def test_any_shape_of_messages_is_survived(messages):
     out, _ = repair_history(messages, TOOLS, lambda: "new")
     assert len(out) == len(messages)
+
+
+def test_unsound_arguments_are_read_for_what_they_mean_up_to_a_limit_of_the_conversation() -> None:
+    """Beyond it they are quoted: no conversation can keep the gateway busy."""
+    flood = '"' * 1000
+    calls = [asked(call(flood)) for _ in range(1000)]
+    start = time.process_time()
+    messages, repairs = repair(*calls, asked(call("{'song': 'B'}")))
+    assert (
+        time.process_time() - start < 10
+    )  # some seconds for 128 KiB on a busy machine; all would take a minute
+    assert repairs.arguments == 1001
+    last = messages[-1]["tool_calls"][0]["function"]["arguments"]
+    assert json.loads(last) == {"arguments": "{'song': 'B'}"}
+    assert json.loads(
+        repair(asked(call("{'song': 'B'}")))[0][0]["tool_calls"][0]["function"]["arguments"]
+    ) == {"song": "B"}
