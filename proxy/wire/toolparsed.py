@@ -3,6 +3,7 @@
 Rules: a delta belongs to a call by id first, by index second. A new id on a used index is a new call, a known id on
 a new index the same one. Null, empty and "null" names and ids are absent; a repeated name is ignored. A call leaves
 with the next index, one id and its name, in one event, as soon as the name is known. Equal calls are two calls.
+An undeclared name without arguments is no call: a parser took markup that was only mentioned for one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from proxy.wire.toolargs import Arguments
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Counters, Event
 
 BEGINNINGS = ("{", '"', "<")  # of whole arguments
+NO_ARGUMENTS = "{} \t\r\n"  # all that arguments without a member consist of
 
 
 class CallDelta(NamedTuple):
@@ -35,11 +37,12 @@ class CallDelta(NamedTuple):
 class _Call:
     """A call as the backend tells it; `out` is its index on the way out, -1 until it was sent."""
 
-    __slots__ = ("arguments", "ended", "id", "joiner", "name", "out", "waiting")
+    __slots__ = ("arguments", "ended", "id", "joiner", "name", "out", "undeclared", "waiting")
 
     def __init__(self) -> None:
         self.id: str | None = None
         self.name: str | None = None
+        self.undeclared: str | None = None  # a name that waits for arguments
         self.arguments: Arguments | None = None
         self.out = -1
         self.waiting = ""  # arguments that came before the name
@@ -78,6 +81,8 @@ class ParsedCalls:
     def feed(self, delta: CallDelta) -> tuple[list[Event], bool]:
         """The events of a delta, and whether they say just what it says."""
         call = self._find(delta)
+        if call.name is None:
+            delta = delta._replace(name=self._name(call, delta))
         events: list[Event] = []
         same = self._exact and call.out in (-1, delta.slot)
         if call.name is None and delta.name is not None:
@@ -96,6 +101,15 @@ class ParsedCalls:
         if not self._exact and call.arguments.done and not call.ended:
             self._end(call, End.STOP, events)
         return events, same and said == delta.arguments
+
+    def _name(self, call: _Call, delta: CallDelta) -> str | None:
+        """The call's name, once it may be told."""
+        name = delta.name or call.undeclared
+        if name is not None and self._tools.find(name) is None:
+            call.undeclared = name
+            if not (call.waiting + delta.arguments).strip(NO_ARGUMENTS):
+                return None
+        return name
 
     def _start(self, call: _Call, delta: CallDelta, events: list[Event]) -> bool:
         """Sends the call's head; true if the delta's own says the same."""
@@ -132,7 +146,8 @@ class ParsedCalls:
             call = self._by_index.get(delta.slot) if delta.slot is not None else self._last()
             if call is None or (delta.id is not None and call.id is not None):
                 return None
-        renamed = delta.name is not None and call.name is not None and delta.name != call.name
+        known = call.name or call.undeclared
+        renamed = delta.name is not None and known is not None and delta.name != known
         whole = (
             call.arguments is not None and call.arguments.done and delta.arguments.lstrip()[:1] in BEGINNINGS
         )
@@ -148,7 +163,8 @@ class ParsedCalls:
         for call in self._calls:
             if call.out < 0:
                 name = self._named.name if self._named else self._only()
-                if name is None:
+                if name is None or call.undeclared is not None:
+                    self._counters.undeclared += call.undeclared is not None
                     self._counters.dropped += 1
                     continue
                 self.feed_name(call, name, events)

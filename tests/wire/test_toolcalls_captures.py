@@ -22,8 +22,9 @@ CHATS = [
     if capture.path.endswith("/chat/completions") and capture.status == 200 and not capture.request_cut
 ]
 STREAMS = [c for c in CHATS if c.is_stream]
-# What these streams say is wrong, and how: calls that were cut, markup that leaked, a backend without a parser.
-REPAIRED = {"cut_tool", "text_tag", "length_in_tool"}
+# What these streams say is wrong, and how: calls that were cut, markup that leaked, tools that the request does not
+# declare, a backend without a parser.
+REPAIRED = {"cut_tool", "text_tag", "length_in_tool", "no_args", "two_tools"}
 UNPARSED = {(captures.LLAMA_SERVER, "bare_function")}
 
 
