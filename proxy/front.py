@@ -221,6 +221,15 @@ class Answer(web.StreamResponse):
             self._left -= len(data)
             transport.write(data)
 
+    def forward(self, data: bytes, start: int, stop: int) -> None:
+        """Send a piece that stands in `data` as a whole HTTP chunk: as it is, where the client takes chunks, too."""
+        transport = self._connection.transport
+        if self._framing != "chunked":
+            self.push(data[start:stop])
+        elif transport is not None:
+            self.bytes_out += stop - start
+            transport.write(data)
+
     def finish(self, last: bytes = b"") -> None:
         """End the body properly, in one write with its last piece. A body short of its length is broken off."""
         if self.finished:

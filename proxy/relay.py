@@ -171,18 +171,28 @@ class Relay:
         else:
             self._mode = _Mode.PIPE
 
-    def data(self, piece: bytes) -> None:
+    def chunk(self, data: bytes, start: int, stop: int) -> bool:
+        """The hot path: `data` is one HTTP chunk, and what it frames a content delta like the last one, in a stream that
+        has begun. False: it is for `data`."""
         reader = self._reader
-        if reader is not None and (out := reader.known(piece)) is not None:
-            # The hot path: a content delta like the last one, in a stream that has begun.
-            self.heard_at = now = self._now()
+        if reader is None or (out := reader.framed(data, start, stop)) is None:
+            return False
+        self.heard_at = now = self._now()
+        if out is data:
+            self._answer.forward(data, start, stop)
+        elif out:
             self._answer.push(out)
-            marks = self._marks
-            marks.append(now)
-            if len(marks) == MARKS:
-                self._fold()
-        elif reader is not None:
-            self._read(reader, piece)
+        else:
+            return True  # held: nobody has seen it yet
+        marks = self._marks
+        marks.append(now)
+        if len(marks) == MARKS:
+            self._fold()
+        return True
+
+    def data(self, piece: bytes) -> None:
+        if self._reader is not None:
+            self._read(self._reader, piece)
         else:
             self._unread(piece)
 
@@ -204,7 +214,8 @@ class Relay:
                 self._buffer.append(out)  # comments before the first event commit nothing
         if reader.content:
             reader.content = False
-            self._marks.append(now)
+            if out:  # else it is held, and nobody has seen it yet
+                self._marks.append(now)
             if len(self._marks) >= MARKS:
                 self._fold()
         if reader.notable:

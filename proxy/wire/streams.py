@@ -97,23 +97,27 @@ class StreamReader:
     def pending(self) -> bytes:
         return self._splitter.pending
 
-    def known(self, event: bytes) -> bytes | None:
-        """The hot path: the bytes to forward if this is one whole content delta of the shape last learned, else None,
-        and then it is for `feed`. Changes nothing. See rule 2."""
-        if self._held or not (event.startswith(self._head) and event.endswith(self._tail)):
+    def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
+        """`known` for an event that stands in `data[start:stop]`, without taking it out: `data` itself where the event
+        leaves as it came, else the bytes to forward; None where it is for `feed`."""
+        if self._held or not (data.startswith(self._head, start) and data.endswith(self._tail, start, stop)):
             return None
-        start, stop = self._start, len(event) - self._tail_length
-        # A quote or line end inside would be structure; a last backslash would escape the tail's quote.
+        begin, end = start + self._start, stop - self._tail_length
         if (
-            start >= stop
-            or event.find(b'"', start, stop) >= 0
-            or event.find(b"\n", start, stop) >= 0
-            or event[stop - 1] == _BACKSLASH
+            begin >= end
+            or data.find(b'"', begin, end) >= 0
+            or data.find(b"\n", begin, end) >= 0
+            or data[end - 1] == _BACKSLASH
         ):
             return None
         if self._swap is None:
-            return event
-        return self._head_out + event[start:stop] + self._tail_out
+            return data
+        return self._head_out + data[begin:end] + self._tail_out
+
+    def known(self, event: bytes) -> bytes | None:
+        """The bytes to forward if this is one whole content delta of the shape last learned, else None, and then it is
+        for `feed`. Sets nothing: the caller knows that content came. See rule 2."""
+        return self.framed(event, 0, len(event))
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to forward for whatever came. Sets what the relay looks at: `content`, `notable` …"""

@@ -64,11 +64,11 @@ class ToolChatStream(ChatStream):
             total.add(engine.counters)
         return total
 
-    def known(self, event: bytes) -> bytes | None:
-        out = super().known(event)
+    def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
+        out = super().framed(data, start, stop)
         if out is None or self._leaf is None or self._repair.waiting or self.lacks_call:
             return None
-        text = event[self._start : len(event) - self._tail_length]
+        text = data[start + self._start : stop - self._tail_length]
         if b"\\" in text:
             return None  # escapes: the engine wants the text itself
         try:
