@@ -35,8 +35,9 @@ def run(which: str, aiohttp: str, tools: list[str]) -> bool:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    install = [python, "-m", "pip", "install", "-q", "--upgrade", "-e", str(ROOT), aiohttp, *tools]
-    subprocess.run(install, check=True)
+    pip = [python, "-m", "pip", "install", "-q"]
+    subprocess.run([*pip, "-e", str(ROOT), aiohttp, *tools], check=True)
+    subprocess.run([*pip, "--upgrade", aiohttp], check=True)
     version = subprocess.run(
         [python, "-c", PRINT_VERSION], check=True, capture_output=True, text=True
     ).stdout.strip()
