@@ -171,6 +171,9 @@ class Exchange:
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large() from None
         except (web.PayloadAccessError, web.RequestPayloadError):
+            # Nothing of it will be read again: aiohttp would try, and log a fault of its own.
+            self.answer.close_behind()
+            request.content.feed_eof()
             raise ProxyError(Outcome.BAD_REQUEST, 400, "The request body cannot be read.") from None
         self.record.body_read_at = gateway.clock.now()
         self.record.bytes_in = len(body)

@@ -19,6 +19,9 @@ from typing import NamedTuple
 from proxy.wire.body import BodyError, Kind, Scan, items, scan_object
 from proxy.wire.errors import Api
 
+MOST_TOKENS = 10**9
+"""More than any answer has: larger limits are as good as this one, and numbers stay such that one can divide by them."""
+
 _TEXT: dict[Api, tuple[bytes, ...]] = {
     Api.CHAT: (b"messages",),
     Api.COMPLETIONS: (b"prompt", b"suffix"),
@@ -128,7 +131,7 @@ def _include_usage(scan: Scan) -> bool:
 def _output_limit(api: Api, scan: Scan) -> int | None:
     for key in _LIMITS[api]:
         if (limit := scan.get_int(key)) is not None:
-            return limit if limit >= 0 else None
+            return min(limit, MOST_TOKENS) if limit >= 0 else None
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import json
 
 import pytest
@@ -49,3 +51,46 @@ async def test_a_request_that_ends_in_a_fault_of_ours_is_not_counted_as_running(
     monkeypatch.setattr(gateway.app.metrics, "observe", broken)
     assert (await gateway.chat()).status == 200
     gateway.assert_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "number", [10**30, "9" * 4000, 10**4000, 1e308, 2**64], ids=lambda n: f"{str(n)[:9]}"
+)
+async def test_no_number_of_tokens_is_too_large_to_be_routed(
+    make_gateway: MakeGateway, backend: ScriptedBackend, path: str, number: object
+) -> None:
+    """The backend judges the limit; for the load it is a large one."""
+    gateway = await make_gateway(backend, "http://127.0.0.1:9")
+    fields = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+    backend.answer(chat_json("hi"))
+    response = await gateway.ask(path, chat(**dict.fromkeys(fields, number), n=number, prompt="a", input="a"))
+    assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ("content-encoding: gzip\r\ncontent-length: 4\r\n", b"junk"),
+        ("content-encoding: gzip\r\ncontent-length: 40\r\n", b"junk" * 5),
+        ("content-encoding: gzip\r\ncontent-length: 35\r\n", gzip.compress(b"{}") + b"not gzip, too"),
+        ("content-encoding: deflate\r\ncontent-length: 9\r\n", b"\xff" * 9),
+        ("content-encoding: gzip\r\ntransfer-encoding: chunked\r\n", b"4\r\njunk\r\n0\r\n\r\n"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_a_400_and_nothing_for_the_log(
+    make_gateway: MakeGateway,
+    backend: ScriptedBackend,
+    caplog: pytest.LogCaptureFixture,
+    headers: str,
+    body: bytes,
+) -> None:
+    gateway = await make_gateway(backend)
+    async with await gateway.connect() as connection:
+        connection.send_raw(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
+        await asyncio.sleep(0.02)  # so that the head is read alone
+        connection.send_more(body)
+        response = await connection.read()
+    assert response.status == 400
+    await gateway.record()
+    assert not [entry for entry in caplog.records if entry.levelname in ("ERROR", "WARNING")]
