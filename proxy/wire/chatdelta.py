@@ -317,7 +317,7 @@ def repair_choice(
     """A whole choice (`message`, `finish_reason`) put right; the same object when nothing changes."""
     shape = shape or ChatShape()
     message = choice.get("message")
-    if not isinstance(message, dict):
+    if not isinstance(message, dict) or not isinstance(choice.get("finish_reason") or "", str):
         return choice
     state = _Choice(engine, shape.form)
     calls = message.get("tool_calls")

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.proxy.conftest import CHAT, MakeGateway, chat
-from tests.scripted import ScriptedBackend, chat_json
+from tests.scripted import ScriptedBackend, chat_json, json_answer
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{'a': 1}"}}
@@ -94,3 +94,47 @@ async def test_a_body_that_cannot_be_read_is_a_400_and_nothing_for_the_log(
     assert response.status == 400
     await gateway.record()
     assert not [entry for entry in caplog.records if entry.levelname in ("ERROR", "WARNING")]
+
+
+ODD: tuple[object, ...] = (None, True, 0, -1, 1.5, "", "x", [], [1], [[1]], [None], [{}], {}, {"a": 1}, 2**70)
+WHOLE = {
+    "id": "c",
+    "object": "chat.completion",
+    "choices": [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "<tool_call>",
+                "reasoning": "r",
+                "tool_calls": [CALL],
+            },
+            "finish_reason": "tool_calls",
+        }
+    ],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1},
+}
+
+
+def with_odd_members(value: object) -> list[object]:
+    """`value` with one member, at any depth, replaced by each of ODD."""
+    out: list[object] = list(ODD)
+    if isinstance(value, dict):
+        out += [{**value, key: odd} for key in value for odd in with_odd_members(value[key])]
+    elif isinstance(value, list):
+        out += [[odd] for odd in with_odd_members(value[0])]
+    return out
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+async def test_a_whole_answer_with_a_member_of_any_type_is_passed_on_or_the_backends_fault(
+    make_gateway: MakeGateway, backend: ScriptedBackend, choice: str
+) -> None:
+    gateway = await make_gateway(backend, config="[policy.retry]\nmax_attempts = 1\n")
+    async with await gateway.connect() as connection:
+        for odd in with_odd_members(WHOLE):
+            backend.answer(json_answer(odd))
+            connection.send(CHAT, chat(tools=[TOOL], tool_choice=choice))
+            response = await connection.read()
+            assert response.status in (200, 400, 502), (odd, response.text)
+            connection.next()
