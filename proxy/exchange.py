@@ -403,3 +403,5 @@ class Exchange:
         derived = record.close(gateway.clock.now())
         gateway.metrics.observe(record, derived)
         gateway.recorder.add(record, derived)
+        # The relay and the task hold this exchange, too: without the circle a long body is freed at once.
+        self._relay = self._task = None

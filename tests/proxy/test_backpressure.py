@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 
 import pytest
 
 from proxy.errors import Outcome
+from proxy.exchange import Exchange
 from proxy.front import ClientConnection
+from proxy.relay import Relay
 from tests.client import Connection
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
 from tests.proxy.dialects import CHAT_DIALECT
@@ -230,3 +233,20 @@ async def test_a_request_that_the_backend_does_not_read_is_held_once(
         assert (await client.read()).status == 200
     await gateway.ended(Outcome.OK)
     await settled(gateway, pooled=1)
+
+
+async def test_a_request_leaves_no_circle_for_the_collector_to_find(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    """A long body in a circle would stay until the oldest generation is collected: hundreds of megabytes."""
+    gateway = await make_gateway(backend)
+    await gateway.chat()
+    gc.collect()
+    gc.disable()
+    try:
+        for stream in (False, True):
+            await gateway.chat("x" * 1000, stream=stream)
+        alive = [found for found in gc.get_objects() if isinstance(found, Exchange | Relay)]
+        assert alive == []
+    finally:
+        gc.enable()
