@@ -37,8 +37,11 @@ ANTHROPIC_TOOLS = [{"name": "get_weather", "input_schema": WEATHER}]
 
 # script, with tools: what the model says, and what each server's parser makes of it.
 CASES = [(script, False) for script in ("text", "long", "utf8", "json", "tool")]
-CASES += [(script, True) for script in ("text", "tool", "text_tool", "text_tag", "no_args")]
-asked = pytest.mark.parametrize(("script", "tools"), CASES, ids=[f"{s}{'-tools' * t}" for s, t in CASES])
+CASES += [(script, True) for script in ("text", "tool", "text_tool", "no_args", "text_tag")]
+IDS = [f"{script}{'-tools' * tools}" for script, tools in CASES]
+asked = pytest.mark.parametrize(("script", "tools"), CASES, ids=IDS)
+# Streamed, vLLM lets the last one's tag slip into the text, and the gateway mends that: test_tools_vllm.py.
+streamed = pytest.mark.parametrize(("script", "tools"), CASES[:-1], ids=IDS[:-1])
 
 
 @pytest.fixture(
@@ -49,7 +52,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     server = request.getfixturevalue(request.param)
     with ExitStack() as stack:
         gateway = stack.enter_context(GatewayProcess({request.param: server}))
-        yield stack.enter_context(Pair(server, gateway))
+        yield stack.enter_context(Pair(server, gateway, tries=1 if request.param == "llama" else 4))
         assert gateway.running() == 0
         assert gateway.complaints == ""
 
@@ -77,7 +80,7 @@ def test_a_chat_is_the_same(pair: Pair, script: str, tools: bool) -> None:
     assert answer["usage"]["completion_tokens"] > 0
 
 
-@asked
+@streamed
 def test_a_streamed_chat_is_the_same(pair: Pair, script: str, tools: bool) -> None:
     def ask(clients: Clients) -> Any:
         return joined(clients.openai.chat.completions.create(stream=True, **question(script, tools)))
@@ -97,7 +100,7 @@ def test_usage_is_streamed_to_whom_asked_for_it(pair: Pair, script: str, usage: 
     assert bool(pair.same(ask)["usage"]) is usage
 
 
-@asked
+@pytest.mark.parametrize(("script", "tools"), [("long", False), ("utf8", False), ("text_tool", True)])
 async def test_an_async_chat_is_the_same(pair: Pair, script: str, tools: bool) -> None:
     async def ask(clients: Clients) -> Any:
         async with clients.async_openai() as client:
@@ -108,7 +111,7 @@ async def test_an_async_chat_is_the_same(pair: Pair, script: str, tools: bool) -
     await pair.same_async(ask)
 
 
-@asked
+@streamed
 def test_the_stream_helper_gives_the_same(pair: Pair, script: str, tools: bool) -> None:
     """It puts the answer together itself, and stumbles over deltas that do not fit."""
 
@@ -191,7 +194,7 @@ async def test_answers_at_once_do_not_mix(pair: Pair) -> None:
 
     async def ask(clients: Clients) -> Any:
         async with clients.async_openai() as client:
-            scripts = ["text", "utf8", "json", "tool"] * 3
+            scripts = ["text", "utf8", "json", "tool"] * 2
             return await asyncio.gather(*(one(client, script) for script in scripts))
 
     await pair.same_async(ask)
@@ -201,7 +204,9 @@ async def test_answers_at_once_do_not_mix(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 2}, {"stop": [" seven"]}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 2, "temperature": 1}, {"logprobs": 2}, {"stop": [" seven"]}], ids=str
+)
 def test_a_completion_is_the_same(pair: Pair, stream: bool, more: dict[str, Any]) -> None:
     def ask(clients: Clients) -> Any:
         asked = {"model": "tiny", "prompt": "count:", "max_tokens": 12, "temperature": 0, **more}
@@ -338,23 +343,18 @@ def curl(url: str, path: str, body: object, *more: str) -> list[str]:
 @pytest.mark.parametrize("script", ["text", "utf8", "tool"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_curl_sees_the_same_bytes(pair: Pair, path: str, script: str) -> None:
-    """But for ids and times. Servers may put two tokens into one event, so a stream is tried until they did not."""
+    """But for what no two answers share."""
     body = question(script, tools=True) if "chat" in path else message(script, tools=True)
-
-    def ask(url: str) -> bytes:
-        done = subprocess.run(curl(url, path, body | {"stream": True}), capture_output=True, check=True)
-        return own.sub(b"", done.stdout)
-
+    body |= body.pop("extra_body", {})
     own = re.compile(
         rb'"(?:id|signature)":"[^"]*"|"created":\d+|,"timings":\{[^}]*\}|,"system_fingerprint":"[^"]*"'
     )
-    ask(pair.server.url)
-    direct = {ask(pair.server.url)}
-    through = ask(pair.gateway.url)
-    while through not in direct and len(direct) < 3:
-        direct.add(ask(pair.server.url))
-        through = ask(pair.gateway.url)
-    assert through in direct
+
+    def ask(clients: Clients) -> bytes:
+        command = curl(clients.url, path, body | {"stream": True})
+        return own.sub(b"", subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert pair.same(ask).startswith(b"event: " if path == "/v1/messages" else b"data: ")
 
 
 @needs_curl

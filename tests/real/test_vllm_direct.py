@@ -41,10 +41,3 @@ async def test_running_requests_are_seen_and_end_with_the_client(vllm: VllmServe
         await vllm.until_running(1)
         answer.close()
         await vllm.until_running(0)
-
-
-@pytest.mark.slow
-async def test_a_killed_engine_ends_the_server() -> None:
-    async with VllmServer() as server:
-        server.kill_engine()
-        await server.until_ended()

@@ -166,6 +166,10 @@ class VllmServer(RealServer):
         """What a crash of the engine looks like to clients: running streams get an error, then the server ends."""
         os.kill(self.engine_pid(), signal.SIGKILL)
 
+    def terminate_engine(self) -> None:
+        """What systemd does beside telling the server: the engine gives up what runs, finish_reason "abort"."""
+        os.kill(self.engine_pid(), signal.SIGTERM)
+
 
 if __name__ == "__main__":
     if "TIERLINE_VLLM_PYTHON" in os.environ:
