@@ -20,7 +20,7 @@ from tests.real.conftest import start_or_give_up
 from tests.real.differential import PARSERS, Judged
 from tests.real.server import RealServer, Unavailable
 from tests.real.tool_table import COLUMNS, NO_PARSER, Column, through
-from tests.real.tooltalk import CUT, LOST, WANTED, Heard, assert_cut_safely, hear
+from tests.real.tooltalk import CUT, WANTED, assert_cut_safely, hear, wanted
 
 pytestmark = pytest.mark.vllm
 
@@ -53,9 +53,7 @@ def client(backend: tuple[Column, RealServer]) -> Iterator[openai.OpenAI]:
 def test_every_script_gives_the_same_calls(
     client: openai.OpenAI, backend: tuple[Column, RealServer], script: str
 ) -> None:
-    wanted = WANTED[script]
-    whole = LOST.get(script, wanted) if backend[0].parses else wanted
-    assert hear(client, script) == Heard(whole, wanted)
+    assert hear(client, script) == wanted(script, parsed=backend[0].parses)
 
 
 def test_nothing_is_made_up_of_a_call_that_was_cut(client: openai.OpenAI) -> None:

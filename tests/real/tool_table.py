@@ -18,7 +18,7 @@ from tests.real.gateway import GatewayProcess
 from tests.real.llama import LlamaServer
 from tests.real.llama_cpp_python import LlamaCppPython
 from tests.real.server import RealServer, Unavailable
-from tests.real.tooltalk import CUT, LOST, SCRIPTS, WANTED, Call, Heard, Said, hear
+from tests.real.tooltalk import CUT, SCRIPTS, WANTED, Call, Heard, Said, hear, wanted
 from tests.real.vllm_cpu import VllmServer
 
 NO_PARSER = 'parser = "none"\nreasoning_parser = "none"'
@@ -48,6 +48,8 @@ COLUMNS = (
     Column("llama-server", LlamaServer, scripts=EVERYWHERE, llama_cpp=True),
     Column("llama-cpp-python", LlamaCppPython, f"{NO_PARSER}\nlimits.window_tokens = 4096", llama_cpp=True),
 )
+
+PARSING = {column.title for column in COLUMNS if column.parses}
 
 
 def ask_all(column: Column) -> dict[str, Heard]:
@@ -84,8 +86,8 @@ def _row(cells: list[str]) -> str:
 
 
 def _expected(script: str) -> str:
-    wanted = WANTED.get(script)
-    return "the call is cut" if wanted is None else _calls(wanted.calls)
+    expected = WANTED.get(script)
+    return "the call is cut" if expected is None else _calls(expected.calls)
 
 
 def _cells(script: str, answers: dict[str, dict[str, Heard]]) -> list[str]:
@@ -93,21 +95,21 @@ def _cells(script: str, answers: dict[str, dict[str, Heard]]) -> list[str]:
 
 
 def _cell(script: str, heard: Heard) -> str:
-    wanted = WANTED.get(script)
+    expected = WANTED.get(script)
     if heard.same:
-        return f"{_said(heard.whole, wanted)}, same"
-    return f"whole: {_said(heard.whole, wanted)}; streamed: {_said(heard.streamed, wanted)}"
+        return f"{_said(heard.whole, expected)}, same"
+    return f"whole: {_said(heard.whole, expected)}; streamed: {_said(heard.streamed, expected)}"
 
 
-def _said(said: Said, wanted: Said | None) -> str:
-    calls = "✓" if wanted is not None and said.calls == wanted.calls else _calls(said.calls)
-    return f"{calls}, {_text(said, wanted)}, {said.finish}"
+def _said(said: Said, expected: Said | None) -> str:
+    calls = "✓" if expected is not None and said.calls == expected.calls else _calls(said.calls)
+    return f"{calls}, {_text(said, expected)}, {said.finish}"
 
 
-def _text(said: Said, wanted: Said | None) -> str:
-    if said.clean and wanted is not None and wanted.content and not said.content:
+def _text(said: Said, expected: Said | None) -> str:
+    if said.clean and expected is not None and expected.content and not said.content:
         return "text lost"
-    clean = said.clean and (wanted is None or said.content == wanted.content)
+    clean = said.clean and (expected is None or said.content == expected.content)
     return "clean" if clean else repr(said.content)
 
 
@@ -122,18 +124,13 @@ def _arguments(arguments: Any) -> str:
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
 
 
-def with_loss(script: str) -> Heard | None:
-    """The other answer that is accepted, where the server itself lost a part of it."""
-    return Heard(LOST[script], WANTED[script]) if script in LOST else None
-
-
 def wrong(answers: dict[str, dict[str, Heard]]) -> list[str]:
     """Cells that are not what they must be. What is left of a cut call is only reported."""
     return [
         f"{title}: {script}"
         for title, heard in answers.items()
         for script, answer in heard.items()
-        if script != CUT and answer not in (Heard(WANTED[script], WANTED[script]), with_loss(script))
+        if script != CUT and answer != wanted(script, parsed=title in PARSING)
     ]
 
 

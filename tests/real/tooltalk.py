@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import openai
@@ -70,8 +70,6 @@ WANTED: dict[str, Said] = {
     "no_args": _calls(("list_files", {})),
 }
 """cut_tool is not here: what is left of a call that the model ended in the middle depends on the server's parser."""
-LOST = {"think_tool": Said((), "", "stop")}
-"""vLLM's parsers, not streaming, take the mention for a call and lose the answer behind it: nobody has it any more."""
 CUT = "cut_tool"
 SCRIPTS = (*WANTED, CUT)
 
@@ -86,6 +84,20 @@ class Heard:
     @property
     def same(self) -> bool:
         return self.whole == self.streamed
+
+
+PARSED = {
+    "think_tool": Heard(Said((), "", "stop"), WANTED["think_tool"]),
+    "no_end_think": Heard(WANTED["no_end_think"], replace(WANTED["no_end_think"], content="END")),
+}
+"""What vLLM's parsers leave of two answers. Not streaming they take the mention for a call and lose the text behind
+it, and the word that the model wrote behind its call; streaming, they send that word as text."""
+
+
+def wanted(script: str, *, parsed: bool) -> Heard:
+    """parsed: by vLLM."""
+    plain = Heard(WANTED[script], WANTED[script])
+    return PARSED.get(script, plain) if parsed else plain
 
 
 def hear(client: openai.OpenAI, script: str, *, llama_cpp: bool = False) -> Heard:
