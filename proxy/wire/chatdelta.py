@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from proxy.wire.toolcalls import ToolEngine
@@ -78,13 +79,14 @@ class ChatStream:
         self.shape = shape or ChatShape()
         self.choices: dict[int, _Choice] = {}
         self._last: dict[str, Any] = {}
-        self._waiting = False
+        self.waiting = False
+        """A chunk with a finish_reason waits for what follows."""
 
     def feed(self, chunk: dict[str, Any], raw: object) -> list[object] | Pass:
         choices = chunk.get("choices")
         out: list[object] = []
         if not isinstance(choices, list) or not choices:
-            if self._waiting:
+            if self.waiting:
                 self._finish_held(out)
             return [*out, raw] if out else PASS
         self._last = chunk
@@ -98,20 +100,25 @@ class ChatStream:
                     out.append(one)
         return out
 
-    @property
-    def waiting(self) -> bool:
-        """A chunk with a finish_reason waits for what follows."""
-        return self._waiting
+    def short_way(
+        self, index: int, leaf: str, slot: int
+    ) -> Callable[[str], list[Event] | Pass | None] | None:
+        """What takes the text of a delta that holds nothing but `leaf` of choice `index`: the engine itself, where
+        nothing else has to be looked at. Its events go to `said`; None from it means that it took nothing."""
+        state = self.choices.get(index)
+        if state is None or self.shape.form is not ToolFormat.OPENAI:
+            return None
+        if leaf == "content":
+            return state.engine.content
+        if leaf == "arguments":
+            return partial(state.engine.argument, slot)
+        return state.engine.reasoning if self.shape.reasoning in ((), (leaf,)) else None
 
-    def more(self, index: int, delta: dict[str, Any]) -> list[object] | Pass:
-        """`feed` for a chunk that is the last one but for its delta; for choices that were seen and do not wait."""
-        state = self.choices[index]
-        events, same = read_delta(state, delta, self.shape)
-        if same:
-            return PASS
+    def said(self, index: int, events: Sequence[Event]) -> list[object]:
+        """The chunk that says `events`, the last one but for its delta."""
         out: list[object] = []
         choice = {key: value for key, value in self._last["choices"][0].items() if key != "logprobs"}
-        self._send(self._last, choice, delta, events, None, state, out)
+        self._send(self._last, choice, {}, events, None, self.choices[index], out)
         return out
 
     def close(self) -> list[object]:
@@ -150,7 +157,7 @@ class ChatStream:
             same = False
         elif choice.get("finish_reason"):
             state.held = _Held(events, same, chunk, choice, raw)
-            self._waiting = True
+            self.waiting = True
             return False
         if same:
             return True
@@ -164,7 +171,7 @@ class ChatStream:
             self._send(held.chunk, held.choice, held.choice.get("delta") or {}, held.events, None, state, out)
 
     def _finish_held(self, out: list[object]) -> None:
-        self._waiting = False
+        self.waiting = False
         for state in self.choices.values():
             held, state.held = state.held, None
             if held is None or state.over:

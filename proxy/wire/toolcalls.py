@@ -194,15 +194,24 @@ class ToolEngine:
             return PASS
         return [Reasoning(said)] if said else []
 
+    def argument(self, slot: int, text: str) -> Pass | None:
+        """PASS if `text` is more of the string that streams in the arguments of parsed call `slot` and may leave as
+        it is. None, and nothing was taken: it is for `call`."""
+        reader = self._reader
+        if reader is None or slot != self._slot or not reader.plain:
+            return None
+        if (text.isprintable() and not ('"' in text or "\\" in text)) or (
+            text.isascii() and SOUND.match(text)
+        ):
+            self._slot_parts.append(text)
+            return PASS
+        return None
+
     def call(self, delta: CallDelta) -> list[Event] | Pass:
         """A parsed tool delta."""
         slot, identifier, name, text, _ = delta
-        reader = self._reader
-        if reader is not None and reader.plain and slot == self._slot and name is None is identifier:
-            plain = text.isprintable() and not ('"' in text or "\\" in text)
-            if plain or (text.isascii() and SOUND.match(text)):
-                self._slot_parts.append(text)
-                return PASS
+        if name is None is identifier and slot is not None and self.argument(slot, text):
+            return PASS
         if not self.armed:
             self.counters.dropped += delta.id is not None or delta.name is not None
             return []

@@ -2,7 +2,7 @@
 
 Rules
 1. What the engine passes leaves as the bytes that came. What it changes is encoded anew, that event only.
-2. The learned shape (see `streams`) saves the parsing, never the engine: the text of a known delta goes through it.
+2. The learned shape (see `streams`) saves the parsing, never the engine: the text of a known delta goes straight to it.
 3. A choice's last chunk waits for the next event, since only the last finish_reason counts; `closing` and `flush`
    send what waits. `flush` is for a stream that broke: it completes nothing.
 """
@@ -19,7 +19,7 @@ from proxy.wire.chatdelta import ChatShape
 from proxy.wire.chatdelta import ChatStream as Repair
 from proxy.wire.streams import ChatStream, MalformedStream, choice_index, swap_model
 from proxy.wire.toolcalls import FinishedCall, ToolEngine
-from proxy.wire.toolevents import Counters, Pass
+from proxy.wire.toolevents import Counters, Event, Pass
 
 _LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
 
@@ -27,7 +27,7 @@ _LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
 class ToolChatStream(ChatStream):
     """`/v1/chat/completions` with tools, or with an answer that has to be put right."""
 
-    __slots__ = ("_demanded", "_end", "_leaf", "_place", "_repair", "_withheld")
+    __slots__ = ("_demanded", "_end", "_index", "_repair", "_say", "_slot", "_withheld")
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class ToolChatStream(ChatStream):
         self._demanded = demanded
         self._withheld: list[bytes] = []
         self._end = b""
-        self._leaf: str | None = None
-        self._place: tuple[int, int | None] = (0, None)  # choice, tool call
+        self._say: Callable[[str], list[Event] | Pass | None] | None = None  # takes the text of a known delta
+        self._index = 0  # its choice
+        self._slot = -1  # its tool call
 
     @property
     def engines(self) -> list[ToolEngine]:
@@ -65,22 +66,24 @@ class ToolChatStream(ChatStream):
         return total
 
     def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
-        out = super().framed(data, start, stop)
-        if out is None or self._leaf is None or self._repair.waiting or self.lacks_call:
+        say = self._say
+        if (
+            say is None
+            or self._held
+            or self.lacks_call
+            or self._repair.waiting
+            or not (data.startswith(self._head, start) and data.endswith(self._tail, start, stop))
+        ):
             return None
-        text = data[start + self._start : stop - self._tail_length]
-        if b"\\" in text:
-            return None  # escapes: the engine wants the text itself
-        try:
-            said = text.decode()
-        except UnicodeDecodeError:
+        leaf = data[start + self._start : stop - self._tail_length]
+        text = _text_of(leaf)
+        found = say(text) if text else None
+        if found is None:
             return None
-        index, call = self._place
-        delta: dict[str, Any] = {self._leaf: said}
-        if self._leaf == "arguments":
-            delta = {"tool_calls": [{"index": call, "function": delta}]}
-        found = self._repair.more(index, delta)
-        return out if isinstance(found, Pass) else self._encode(found)
+        if isinstance(found, Pass):
+            return data if self._swap is None else self._head_out + leaf + self._tail_out
+        # `say` has taken the text: there is no way back to `feed` from here.
+        return self._encode(self._repair.said(self._index, found))
 
     def feed(self, data: bytes) -> bytes:
         lacked = self.lacks_call
@@ -122,7 +125,8 @@ class ToolChatStream(ChatStream):
 
     def _learn(self, event: bytes) -> None:
         super()._learn(event)
-        self._leaf = next((name for mark, name in _LEAVES.items() if self._head.endswith(mark)), None)
+        leaf = next((name for mark, name in _LEAVES.items() if self._head.endswith(mark)), "")
+        self._say = self._repair.short_way(self._index, leaf, self._slot)
 
     def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
         keep, teach = super()._read(payload)
@@ -133,7 +137,7 @@ class ToolChatStream(ChatStream):
             # What is learned is one text and nothing beside it: oddities are the engine's to see, each time.
             if len(delta) != 1 or (calls and not _only_arguments(calls)):
                 return keep, False
-            self._place = (choice_index(choice), calls[0]["index"] if calls else None)
+            self._index, self._slot = choice_index(choice), calls[0]["index"] if calls else -1
         return keep, teach
 
     def _done(self, event: bytes) -> bytes:
@@ -165,6 +169,18 @@ class ToolChatStream(ChatStream):
         """The reason that was sent is the one to record."""
         for choice in chunk.get("choices") or ():
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+def _text_of(leaf: bytes) -> str | None:
+    """What the inside of a JSON string says; None where it is none, or more than plain text and escapes."""
+    try:
+        if b"\\" in leaf:
+            said = orjson.loads(b'"%b"' % leaf)
+            return said if isinstance(said, str) else None
+        text = leaf.decode()
+    except ValueError:
+        return None
+    return None if '"' in text or "\n" in text else text
 
 
 def _only_arguments(calls: Any) -> bool:

@@ -7,6 +7,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from proxy.wire.chatdelta import ChatShape
 from proxy.wire.streams import ChatStream
@@ -99,3 +101,91 @@ def test_without_tools_the_plain_reader_and_this_one_agree() -> None:
         plain = ChatStream()
         expected = read(b"".join(plain.feed(event) for event in events))
         assert read(through(case, events)).content == expected.content
+
+
+class Unlearned(ToolChatStream):
+    """Every event is parsed: what the learned shape saves must not be seen in what leaves."""
+
+    __slots__ = ()
+
+    def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
+        return None
+
+
+PIECES = st.sampled_from(
+    (
+        *(
+            "a",
+            " b",
+            "c d",
+            "\n",
+            "x\n y",
+            'say "hi"',
+            "\\",
+            "\\n",
+            "é",
+            "你好",
+            "\x7f",
+            "\x00",
+            "\t",
+            "`",
+            "~",
+            "\ud83d",
+        ),
+        *(
+            "<",
+            "<tool_call>",
+            "\n<function=write_file>\n",
+            "<parameter=content>\n",
+            "</parameter>",
+            "</function>",
+        ),
+        *("\n</tool_call>", "<think>", "</think>", "```", "\u2028", "{", '"}', "\ud83d\ude00", "\ufeff"),
+    )
+)
+WRITER: dict[str, Any] = {
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "write_file",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"content": {"type": "string"}},
+                    "required": ["content"],
+                },
+            },
+        }
+    ]
+}
+BEGINNINGS = ("content", "reasoning", "reasoning_content", "arguments")
+
+
+def delta_of(leaf: str, text: str) -> dict[str, Any]:
+    return (
+        {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+        if leaf == "arguments"
+        else {leaf: text}
+    )
+
+
+@given(st.lists(st.tuples(st.sampled_from(BEGINNINGS), st.lists(PIECES, min_size=1, max_size=9)), max_size=4))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_learned_shape_changes_nothing_of_what_leaves(runs: list[tuple[str, list[str]]]) -> None:
+    deltas: list[dict[str, Any]] = []
+    head = {"name": "write_file", "arguments": '{"content": "'}
+    for leaf, texts in runs:
+        if leaf == "arguments" and not any("tool_calls" in delta for delta in deltas):
+            deltas.append(
+                {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": head}]}
+            )
+        deltas += [delta_of(leaf, text) for text in texts]
+    deltas.append({"finish_reason": "stop"})
+    case = {**SETTLED[0], **WRITER}
+    learned, unlearned = (
+        kind(lambda exact: engine(case, exact), ChatShape()) for kind in (ToolChatStream, Unlearned)
+    )
+    for event in encode(deltas):
+        assert learned.feed(event) == unlearned.feed(event)
+    assert [call.arguments for call in learned.calls] == [call.arguments for call in unlearned.calls]
+    assert learned.counters() == unlearned.counters()
