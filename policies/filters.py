@@ -34,6 +34,11 @@ def tier(facts: RequestFacts, backend: BackendView, params: RouterParams) -> Dro
     return DropReason.TIER
 
 
+def speculation(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """The tier wants tokens that nobody drafted, and this backend drafts. Unknown: counts as not drafting."""
+    return DropReason.SPECULATION if facts.tier.no_speculation and backend.speculates else None
+
+
 def prompt_too_long(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
     """The prompt surely exceeds the window: its low bound does. Near the edge the backend judges.
 
@@ -43,6 +48,11 @@ def prompt_too_long(facts: RequestFacts, backend: BackendView, params: RouterPar
     if window is not None and facts.prompt.low > window:
         return DropReason.PROMPT_TOO_LONG
     return None
+
+
+def collapsed(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """Speculation is broken at this request's context, or the configuration is known to be: see `Fleet`."""
+    return DropReason.COLLAPSED if backend.collapsed else None
 
 
 def unhealthy(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
@@ -74,7 +84,22 @@ def full(facts: RequestFacts, backend: BackendView, params: RouterParams) -> Dro
     return DropReason.FULL if backend.in_flight >= backend.max_in_flight else None
 
 
-FILTERS: tuple[Filter, ...] = (tier, prompt_too_long, unhealthy, draining, kv_full, full)
+def held(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """It could serve the request, but not now without harm to those it has: `Admission` says so."""
+    return DropReason.HELD if backend.held else None
+
+
+FILTERS: tuple[Filter, ...] = (
+    tier,
+    speculation,
+    prompt_too_long,
+    collapsed,
+    unhealthy,
+    draining,
+    kv_full,
+    full,
+    held,
+)
 
 
 def drop_reason(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:

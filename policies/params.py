@@ -6,6 +6,7 @@ Loads are shares: 1.0 is a backend filled to its capacity.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,22 @@ class RouterParams:
             raise ValueError("affinity_weight must be 0 or more")
         if not self.window_penalty >= 0:
             raise ValueError("window_penalty must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParams:
+    """All that decides. name: which policy ranks the backends: `predicted`, a classic one, or a user's own.
+    admission: whether requests wait and conversations are let in one by one; without, all that may serve at once
+    goes at once."""
+
+    name: str = "predicted"
+    admission: bool = True
+    router: RouterParams = RouterParams()
+
+    def canonical(self) -> str:
+        """One text for one policy: two that decide alike by their params have the same."""
+        return repr(self)
+
+    def digest(self) -> str:
+        """Twelve hex digits of the canonical text: in metrics, records and on the admin page."""
+        return blake2b(self.canonical().encode(), digest_size=6).hexdigest()

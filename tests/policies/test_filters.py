@@ -105,11 +105,14 @@ def test_each_filter_is_named_after_its_reason_and_stands_in_the_table() -> None
     elsewhere = {DropReason.TRIED, DropReason.PINNED_ELSEWHERE}  # of the attempt: the router's
     assert [f.__name__ for f in FILTERS] == [
         "tier",
+        "speculation",
         "prompt_too_long",
+        "collapsed",
         "unhealthy",
         "draining",
         "kv_full",
         "full",
+        "held",
     ]
     assert {DropReason(f.__name__) for f in FILTERS} == set(DropReason) - elsewhere
 
