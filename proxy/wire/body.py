@@ -29,6 +29,9 @@ MAX_MEMBERS = 4096
 _DEPTH = 12
 """Brackets inside a value that one match crosses: deeper than tool schemas go."""
 
+_LOOK = 16384
+"""How much of a long element is looked at for its end."""
+
 _WS = rb"[ \t\n\r]*+"
 # Between the strings of a container: whitespace, punctuation, numbers, literals; no comments.
 _ATOMS = rb"[ \t\n\r,:0-9+\-.eEtrufalsnNaIity]*+"
@@ -248,6 +251,18 @@ def items(data: bytes, span: tuple[int, int]) -> list[tuple[int, int]]:
         view = _mask(data[: span[1]])
         found = [match.span(1) for match in _ITEMS.finditer(view, span[0] + 1) if match.lastindex]
     return found
+
+
+def end_of_item(data: bytes, span: tuple[int, int], at: int, inside: int) -> int:
+    """Where the element that the offset `inside` is in ends, of the array at `span`; `at`: where that or an earlier element
+    begins. At most `_LOOK` bytes behind `inside`, also where it cannot be told."""
+    end = min(span[1], inside + _LOOK)
+    for match in _ITEMS.finditer(_mask(data[at:end])):
+        if match.lastindex is None:
+            break
+        if at + match.end(1) >= inside:
+            return at + match.end(1)
+    return end
 
 
 def _open(data: bytes) -> int:

@@ -168,7 +168,7 @@ def _sizes(api: Api, scan: Scan) -> Sizes:
             continue
         begin, end = span
         text += end - begin
-        for start, stop in _texts(data, begin, end):
+        for start, stop in texts(data, begin, end):
             messages += data.count(b'"role"', start, stop)
             images += _images(api, data, start, stop)
             media -= stop - start
@@ -181,7 +181,7 @@ def _sizes(api: Api, scan: Scan) -> Sizes:
     return Sizes(text, messages, tools, images, media, sequences, _truncates(scan))
 
 
-def _texts(data: bytes, begin: int, end: int) -> list[tuple[int, int]]:
+def texts(data: bytes, begin: int, end: int) -> list[tuple[int, int]]:
     """The parts of the span that are not strings of base64. One look in `_MEDIA_STEP` bytes; a string that looks
     like base64 is crossed by a search for its quote, and judged once."""
     texts = []
