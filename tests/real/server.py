@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -164,13 +164,7 @@ class RealServer(ABC):
 
     async def until_running(self, count: int, within: float = 5.0) -> float:
         """Wait until it works on exactly so many requests, or fail; how many seconds that took."""
-        started = time.monotonic()
-        deadline = Deadline(within)
-        while (running := await asyncio.to_thread(self.running)) != count:
-            if deadline.over:
-                raise AssertionError(f"still {running} running after {within:g} s, not {count}")
-            await asyncio.sleep(POLL)
-        return time.monotonic() - started
+        return await until(count, self.running, within)
 
     async def until_ended(self, within: float = 15.0) -> int:
         """Wait for the process to end by itself, or fail; its exit status."""
@@ -182,6 +176,17 @@ class RealServer(ABC):
             await asyncio.sleep(POLL)
         status: int = self.child.process.returncode
         return status
+
+
+async def until(count: int, running: Callable[[], int], within: float) -> float:
+    """Wait until so many requests run, or fail; how many seconds that took."""
+    started = time.monotonic()
+    deadline = Deadline(within)
+    while (now := await asyncio.to_thread(running)) != count:
+        if deadline.over:
+            raise AssertionError(f"still {now} running after {within:g} s, not {count}")
+        await asyncio.sleep(POLL)
+    return time.monotonic() - started
 
 
 def free_port() -> int:
