@@ -102,6 +102,10 @@ class Engine:
         self._run(now)
         self._seats.flush()
 
+    def known_tokens(self, request: Request) -> int:
+        """How many of its prompt's tokens are in the prefix cache; nothing is counted or held."""
+        return self._seats.known(Sequence(0, request))
+
     def stats(self, now: float) -> EngineStats:
         self._run(now)
         tokens, drafts, accepted = self._decoding.totals()

@@ -32,8 +32,7 @@ class Seats:
     def take(self, sequence: Sequence) -> bool:
         """False, and nothing changed, if there is no room now."""
         tokens = sequence.prompt
-        known = self._hashes(sequence)[: (tokens - 1) // self._size]
-        hits = known[: self._cache.match(known)]
+        hits = self._hits(sequence)
         sequence.holding = self._cache.take(hits, self._blocks(tokens + 1) - len(hits))
         if sequence.holding is None:
             return False
@@ -41,6 +40,10 @@ class Seats:
         self.queried += tokens
         self.hit += sequence.cached
         return True
+
+    def known(self, sequence: Sequence) -> int:
+        """Tokens of its prompt that are in the cache."""
+        return len(self._hits(sequence)) * self._size
 
     def grow(self, sequence: Sequence) -> bool:
         """One more block."""
@@ -60,6 +63,10 @@ class Seats:
 
     def flush(self) -> None:
         self._cache.flush()
+
+    def _hits(self, sequence: Sequence) -> tuple[int, ...]:
+        known = self._hashes(sequence)[: (sequence.prompt - 1) // self._size]
+        return known[: self._cache.match(known)]
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
