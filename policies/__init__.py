@@ -5,6 +5,7 @@ Other packages import these names from here.
 
 from policies.admission import Admission
 from policies.breaker import BreakerParams, Health, HealthState, on_failure, on_probe, on_success
+from policies.classic import RANKINGS, own_policy
 from policies.estimate import PromptSizes, TokenRatio, estimate_prompt
 from policies.filters import FILTERS, drop_reason
 from policies.fleet import Fleet, Member
@@ -38,6 +39,7 @@ from policies.types import (
 __all__ = [
     "FILTERS",
     "LOAD_REASONS",
+    "RANKINGS",
     "SCORERS",
     "Admission",
     "BackendView",
@@ -78,4 +80,5 @@ __all__ = [
     "on_failure",
     "on_probe",
     "on_success",
+    "own_policy",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from policies.params import RouterParams
-from policies.types import BackendView, DropReason, RequestFacts
+from policies.types import BackendView, DropReason, RequestFacts, Spill
 
 Filter = Callable[[RequestFacts, BackendView, RouterParams], DropReason | None]
 
@@ -37,6 +37,18 @@ def tier(facts: RequestFacts, backend: BackendView, params: RouterParams) -> Dro
 def speculation(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
     """The tier wants tokens that nobody drafted, and this backend drafts. Unknown: counts as not drafting."""
     return DropReason.SPECULATION if facts.tier.no_speculation and backend.speculates else None
+
+
+def remote(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """A remote serves tiers that name it their last resort, and no other. That it is needed is the router's to see."""
+    return DropReason.REMOTE if backend.remote and not facts.tier.last_resort else None
+
+
+def spill(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """The tier keeps off reference backends that it does not ask for. That others are full is the router's to see."""
+    if backend.reference and facts.tier.spill is Spill.NEVER and not facts.tier.reference:
+        return DropReason.SPILL
+    return None
 
 
 def prompt_too_long(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
@@ -92,6 +104,8 @@ def held(facts: RequestFacts, backend: BackendView, params: RouterParams) -> Dro
 FILTERS: tuple[Filter, ...] = (
     tier,
     speculation,
+    remote,
+    spill,
     prompt_too_long,
     collapsed,
     unhealthy,
@@ -103,7 +117,31 @@ FILTERS: tuple[Filter, ...] = (
 
 
 def drop_reason(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
-    """The first reason against this backend, None if it may serve the request."""
+    """The first reason against this backend, None if it may serve the request.
+
+    Nearly always None, and asked for every backend of every choice: what rules out all reasons at once is looked at
+    first, FILTERS only then.
+    """
+    tier = facts.tier
+    window = backend.window_tokens
+    if (
+        backend.healthy
+        and not (backend.draining or backend.held or backend.collapsed or backend.remote)
+        and backend.in_flight < backend.max_in_flight
+        and (window is None or facts.prompt.low <= window)
+        and not backend.waiting
+        and not (tier.no_speculation and backend.speculates)
+        and (
+            (tier.reference or tier.spill is not Spill.NEVER)
+            if backend.reference
+            else not tier.reference
+            and (
+                tier.max_kl_bits is None
+                or (backend.kl_bits is not None and backend.kl_bits <= tier.max_kl_bits)
+            )
+        )
+    ):
+        return None
     for judge in FILTERS:
         reason = judge(facts, backend, params)
         if reason is not None:

@@ -1,38 +1,51 @@
-"""Choosing a backend: filter, score, pick. The one place where the three meet.
+"""Choosing a backend: filter, rank, pick. The one place where the three meet.
 
-Rules: pure; `rng` is an argument and only breaks ties, so that equal backends share the work whatever their
-order in the config. `choose` sees a snapshot: the caller takes the lease with no await in between. The
-`Decision` holds every reason and every term, so that it can be explained and replayed.
+Rules: pure; `rng` is an argument and only breaks ties (and draws where a policy draws), so that equal backends share
+the work whatever their order in the config. `choose` sees a snapshot: the caller takes the lease with no await in
+between. The `Decision` holds every reason and every term, so that it can be explained and replayed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
+from policies.classic import RANKINGS
 from policies.filters import drop_reason
 from policies.params import RouterParams
-from policies.scorers import SCORERS, home
-from policies.types import BackendView, ChooseReason, Decision, Drop, DropReason, RequestFacts, Score
+from policies.ranking import Ranking
+from policies.types import (
+    LOAD_REASONS,
+    BackendView,
+    ChooseReason,
+    Decision,
+    Drop,
+    DropReason,
+    RequestFacts,
+    Score,
+    Spill,
+)
 
 __all__ = ["Router", "RouterParams"]
 
 _TIE = 1e-9
-"""Loads closer than this are equal: the order of float additions must not decide."""
+"""Totals closer than this are equal: the order of float additions must not decide."""
 
 _NONE_TRIED: frozenset[str] = frozenset()
 
 
 class Router:
-    """Least predicted load among the backends that may serve; sessions stay where they are."""
+    """The first of a policy's ranking among the backends that may serve. `policy`: a name of RANKINGS, or a ranking."""
 
-    __slots__ = ("params",)
+    __slots__ = ("params", "ranking")
 
-    def __init__(self, params: RouterParams) -> None:
+    def __init__(self, params: RouterParams, policy: str | Ranking = "predicted") -> None:
         self.params = params
+        self.ranking = RANKINGS[policy] if isinstance(policy, str) else policy
 
     def __repr__(self) -> str:
-        return f"Router({self.params})"
+        return f"Router({self.params}, {self.ranking.name!r})"
 
     def choose(
         self,
@@ -63,23 +76,34 @@ class Router:
             else:
                 drops.append(Drop(view.name, reason))
         if not left:
+            left = _slow_but_there(facts, views, drops, params)
+        left = _reserve(facts, left, drops)
+        if not left:
             return Decision(None, None, tuple(drops))
-        own = None
-        if facts.session is not None and params.affinity_weight:
-            own = home(facts.session, [view.name for view in left])
-        scores = _scores(facts, left, params, own)
-        backend = _pick(scores, rng)
+        if len(left) == 1:
+            chosen, totals = left[0], self.ranking.rank(facts, left, params, rng)
+        else:
+            totals = self.ranking.rank(facts, left, params, rng)
+            best = min(totals) + _TIE
+            ties = [view for view, total in zip(left, totals, strict=True) if total <= best]
+            chosen = ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
         if pinned is not None:
             why = ChooseReason.PINNED
         elif larger_than is not None:
             why = ChooseReason.LARGER_WINDOW
         elif tried:
             why = ChooseReason.RETRY
+        elif chosen.remote:
+            why = ChooseReason.LAST_RESORT
         elif len(left) == 1:
             why = ChooseReason.ONLY
         else:
-            why = ChooseReason.SESSION if backend == own else ChooseReason.LEAST_LOAD
-        return Decision(backend, why, tuple(drops), tuple(scores))
+            why = self.ranking.reason(facts, left, params, chosen)
+
+        def scores() -> tuple[Score, ...]:
+            return self.ranking.explain(facts, left, params, totals)
+
+        return Decision(chosen.name, why, tuple(drops), scores)
 
 
 def _attempt_drop(
@@ -95,25 +119,39 @@ def _attempt_drop(
     return None
 
 
-def _scores(
-    facts: RequestFacts, views: Sequence[BackendView], params: RouterParams, own: str | None
-) -> list[Score]:
-    scores = []
-    for view in views:
-        total = 0.0
-        terms = []
-        for name, scorer in SCORERS:
-            value = scorer(facts, view, params, own)
-            total += value
-            terms.append((name, value))
-        scores.append(Score(view.name, total, tuple(terms)))
-    return scores
+def _slow_but_there(
+    facts: RequestFacts, views: Sequence[BackendView], drops: list[Drop], params: RouterParams
+) -> list[BackendView]:
+    """Those dropped for nothing but a collapse, when no other will ever serve the request: slow beats an error."""
+    collapsed = {drop.backend for drop in drops if drop.reason is DropReason.COLLAPSED}
+    if not collapsed or any(drop.reason in LOAD_REASONS for drop in drops):
+        return []
+    left = [
+        view
+        for view in views
+        if view.name in collapsed and drop_reason(facts, replace(view, collapsed=False), params) is None
+    ]
+    names = {view.name for view in left}
+    drops[:] = [drop for drop in drops if drop.backend not in names]
+    return left
 
 
-def _pick(scores: Sequence[Score], rng: Random) -> str:
-    """The lowest total; among equals, one at random."""
-    if len(scores) == 1:
-        return scores[0].backend
-    best = min([score.total for score in scores]) + _TIE
-    ties = [score.backend for score in scores if score.total <= best]
-    return ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
+def _reserve(facts: RequestFacts, left: list[BackendView], drops: list[Drop]) -> list[BackendView]:
+    """Keeps remotes, and with `spill = "full"` the reference, for when no other can take the request.
+
+    A backend of one's own that is merely held will have room: a remote is no reason not to wait for it.
+    """
+    if not left:
+        return left
+    if any(view.remote for view in left):
+        own = [view for view in left if not view.remote]
+        if own or any(drop.reason is DropReason.HELD for drop in drops):
+            drops += [Drop(view.name, DropReason.REMOTE) for view in left if view.remote]
+            left = own
+    tier = facts.tier
+    if tier.spill is Spill.FULL and not tier.reference:
+        others = [view for view in left if not view.reference]
+        if others:
+            drops += [Drop(view.name, DropReason.SPILL) for view in left if view.reference]
+            left = others
+    return left

@@ -7,7 +7,8 @@ itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -22,6 +23,8 @@ class DropReason(StrEnum):
     FULL = "full"
     SPECULATION = "speculation"  # drafts tokens, which the tier excludes
     COLLAPSED = "collapsed"  # speculation collapsed, or is known to, at this context
+    REMOTE = "remote"  # a last resort: not this tier's, or not needed
+    SPILL = "spill"  # a reference backend, kept for those who need one
     HELD = "held"  # could serve it, but not now without harm to those it has
     TRIED = "tried"
     PINNED_ELSEWHERE = "pinned_elsewhere"  # another backend holds what the request refers to
@@ -32,7 +35,7 @@ class ChooseReason(StrEnum):
 
     ONLY = "only"  # one backend was left after the filters
     SOONEST = "soonest"  # lowest predicted cost in seconds
-    PREFIX = "prefix"  # the same, and what it has cached decided it
+    PREFIX = "prefix"  # the same, and it has most of the prompt cached
     LAST_RESORT = "last_resort"  # a remote; no backend of one's own could take it in time
     POLICY = "policy"  # what a classic or a user's own policy ranks first
     LEAST_LOAD = "least_load"  # lowest load
@@ -220,18 +223,48 @@ class Score:
     terms: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes and why. `backend` is None when every backend was dropped."""
+    """Where a request goes and why. `backend` is None when every backend was dropped. A value: compare, never change.
 
-    backend: str | None
-    reason: ChooseReason | None
-    drops: tuple[Drop, ...] = ()
-    scores: tuple[Score, ...] = field(default=())
+    `scores` may be handed over as a function that makes them: most decisions are never explained.
+    """
+
+    __slots__ = ("_scores", "backend", "drops", "reason")
+
+    def __init__(
+        self,
+        backend: str | None,
+        reason: ChooseReason | None,
+        drops: tuple[Drop, ...] = (),
+        scores: tuple[Score, ...] | Callable[[], tuple[Score, ...]] = (),
+    ) -> None:
+        self.backend = backend
+        self.reason = reason
+        self.drops = drops
+        self._scores = scores
+
+    @property
+    def scores(self) -> tuple[Score, ...]:
+        """Every considered backend's terms, in the order of the snapshot."""
+        if not isinstance(self._scores, tuple):
+            self._scores = self._scores()
+        return self._scores
 
     def only_full(self) -> bool:
         """True when nothing but load stands in the way: waiting helps."""
         return self.backend is None and any(d.reason in LOAD_REASONS for d in self.drops)
+
+    def _key(self) -> tuple[object, ...]:
+        return self.backend, self.reason, self.drops, self.scores
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Decision) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return "Decision({!r}, {!r}, {!r}, {!r})".format(*self._key())
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ def test_each_filter_is_named_after_its_reason_and_stands_in_the_table() -> None
     assert [f.__name__ for f in FILTERS] == [
         "tier",
         "speculation",
+        "remote",
+        "spill",
         "prompt_too_long",
         "collapsed",
         "unhealthy",

@@ -256,5 +256,6 @@ def test_a_decision_holds_every_term_of_every_candidate() -> None:
 
 def test_a_router_says_what_it_is_set_to() -> None:
     assert repr(ROUTER) == (
-        "Router(RouterParams(kv_limit=0.95, fresh_seconds=5.0, affinity_weight=0.25, window_penalty=1.0))"
+        "Router(RouterParams(kv_limit=0.95, fresh_seconds=5.0, affinity_weight=0.25, window_penalty=1.0), "
+        "'predicted')"
     )
