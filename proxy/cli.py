@@ -1,8 +1,8 @@
 """The command line: `tierline`, and `python -m proxy`.
 
 Rules
-1. Only click is imported at the top (`proxy.sim.cli` imports no more): `--help` answers at once. The gateway, aiohttp
-   and rich are imported by the command that needs them.
+1. Only click is imported at the top (`proxy.sim.cli` and `proxy.simulate.cli` import no more): `--help` answers at once.
+   The gateway, aiohttp and rich are imported by the command that needs them.
 2. Results go to stdout, problems and logs to stderr. Secrets go nowhere: never read from argv, never printed.
 3. Exit codes mean something (`Exit`); docs/configuration.md lists them.
 """
@@ -24,6 +24,7 @@ import click
 
 from proxy import __version__
 from proxy.sim.cli import sim
+from proxy.simulate.cli import simulate
 
 if TYPE_CHECKING:
     from proxy.config import Config
@@ -143,6 +144,7 @@ def _load(path: str) -> Config:
 
 
 main.add_command(sim)
+main.add_command(simulate)
 
 
 # -- logging -------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ LAYERS = (
     ("classify",),
     ("exchange",),
     ("handler", "admin"),
-    ("app", "sim"),
+    ("app", "sim", "simulate"),
     ("check",),
     ("cli",),
     ("__main__",),

@@ -28,14 +28,14 @@ def capacity(
 
 def _bracket(goodput: Callable[[float], float], guess: float, goal: float) -> tuple[float, float]:
     """A rate that meets the goal and, above it, one that does not."""
-    rate, step = guess, 1.6
+    rate, step = guess, 1.25
     if goodput(rate) >= goal:
-        for _ in range(12):
+        for _ in range(24):
             if goodput(rate * step) < goal:
                 return rate, rate * step
             rate *= step
         raise ValueError("every rate meets the goal")
-    for _ in range(12):
+    for _ in range(24):
         rate /= step
         if goodput(rate) >= goal:
             return rate, rate * step

@@ -76,12 +76,11 @@ class Site:
 class Clairvoyant:
     """See above. `slo`: what it tries to meet."""
 
-    def __init__(self, machines: Sequence[Running], slo: Slo, block_tokens: int) -> None:
+    def __init__(self, machines: Sequence[Running], slo: Slo) -> None:
         self._sites = {machine.name: Site(machine) for machine in machines}
         self._where: dict[int, Site] = {}
         self._served: dict[int, Served] = {}
         self._slo = slo
-        self._block_tokens = block_tokens
 
     def offer(
         self, now: float, id: int, served: Served, facts: RequestFacts, tried: frozenset[str] = _NONE
@@ -140,7 +139,7 @@ class Clairvoyant:
     def _weigh(self, now: float, served: Served, site: Site) -> tuple[tuple[float, float], float]:
         """((misses, cost in seconds), seconds of prefill)."""
         turn, slo = served.turn, self._slo
-        cached = site.machine.engine.known_tokens(engine_request(turn, self._block_tokens))
+        cached = site.machine.engine.known_tokens(engine_request(turn, site.rates.block_tokens))
         cold = site.rates.cold_seconds(turn.prompt, cached)
         prefill = site.rates.alone(turn.prompt, cached) + cold
         backlog = site.backlog(now)
@@ -178,10 +177,10 @@ def _may(facts: RequestFacts, view: BackendView) -> bool:
     return tier(facts, view, _PARAMS) is None and speculation(facts, view, _PARAMS) is None
 
 
-def clairvoyant(slo: Slo, block_tokens: int) -> Make:
+def clairvoyant(slo: Slo) -> Make:
     """Players of the reference."""
 
     def make(machines: Sequence[Running], rng: Random) -> Clairvoyant:
-        return Clairvoyant(machines, slo, block_tokens)
+        return Clairvoyant(machines, slo)
 
     return make

@@ -71,7 +71,7 @@ class Live:
     def __init__(self, machines: Sequence[Machine], params: PolicyParams, rng: Random) -> None:
         self.names = tuple([machine.name for machine in machines])
         self.fleet = Fleet([member(machine) for machine in machines], params)
-        self.admission = Admission(self.fleet, Router(params.router), params, rng)
+        self.admission = Admission(self.fleet, Router(params.router, params.name), params, rng)
         self.advance = self.admission.advance
         self.next_event_at = self.admission.next_event_at
         self.withdraw = self.admission.withdraw
