@@ -2,37 +2,90 @@
 
 Rules: no clock: `now` never goes back. An answer `Go` has begun in the fleet: choice and lease are one step. Whoever
 waits gets exactly one further answer, from `advance`, or is withdrawn. Call `advance` after every event of the fleet
-and at `next_event_at`.
+and at `next_event_at`. Nobody overtakes within a line, and a line whose first cannot go holds up no other line.
+
+A backend is closed for a request, for now, while one of these holds (an idle one is open to all):
+- its prefill is busy for longer than `ahead_seconds`: what waits here can still be overtaken by a warm turn;
+- tokens per second would fall below the SLO of those there: tpot > tpot_margin × the tier's;
+- its KV cache cannot hold the prompt and the expected answer beside those running;
+- a new conversation, and those that live there are expected to fill the cache or its time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil, exp, inf
 from random import Random
 
 from policies.fleet import Fleet
+from policies.lines import Line, Waiting
 from policies.params import PolicyParams
 from policies.router import Router
-from policies.types import Go, RequestFacts, Shed, ShedReason, Verdict
+from policies.state import State
+from policies.types import (
+    BackendView,
+    Decision,
+    DropReason,
+    Forecast,
+    Go,
+    RequestFacts,
+    Shed,
+    ShedReason,
+    Verdict,
+    Wait,
+)
 
 _NONE: frozenset[str] = frozenset()
+LOOK = 4
+"""How many of a line are tried when its first cannot go."""
+RATE_SECONDS = 20.0
+"""Over how long the rate at which the line moves is averaged."""
 
 
 class Admission:
-    """One line of decisions for one fleet."""
+    """All that wait for one fleet."""
 
     def __init__(self, fleet: Fleet, router: Router, params: PolicyParams, rng: Random) -> None:
-        self._fleet, self._router, self._params, self._rng = fleet, router, params, rng
+        self._fleet, self._rng = fleet, rng
+        self._lines: dict[tuple[str, int], Line] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._version = -1
+        self._gone, self._gone_at = 0.0, 0.0
+        self.configure(0.0, router, params)
 
     def configure(self, now: float, router: Router, params: PolicyParams) -> None:
         """Another policy from now on; who waits stays in line."""
-        self._router, self._params = router, params
+        self._router, self._params, self._gate = router, params, params.gate
+        self._weights = dict(params.gate.weights)
+        self._version = -1
+
+    # -- what is asked
 
     def offer(
         self, now: float, id: int, facts: RequestFacts, names: Iterable[str], *, pinned: str | None = None
     ) -> Verdict:
         """A request arrives; `names`: the backends of its model."""
-        return self.again(now, id, facts, names, pinned=pinned)
+        names = tuple(names)
+        if not self._params.admits:
+            return self.again(now, id, facts, names, pinned=pinned)
+        fleet = self._fleet
+        fleet.talks.sweep(now)
+        talk = fleet.talks.get(fleet.talks.key(facts))
+        one = Waiting(id, facts, names, pinned, now, talk is not None and talk.turns > 0)
+        line = self._lines.get(_line(facts))
+        go, decision, views = None, None, None
+        if line is None or not (line.running if one.running else len(line)):
+            go, decision, views = self._try(now, one)
+            if go is not None:
+                return go
+            if not decision.only_full():
+                return self._refuse(now, one, ShedReason.NO_BACKEND, decision)
+        else:
+            views = fleet.views(now, facts, names)
+            decision = self._router.choose(facts, views, self._rng, pinned=pinned)
+            if decision.backend is None and not decision.only_full():
+                return self._refuse(now, one, ShedReason.NO_BACKEND, decision)
+        return self._wait(now, one, views, decision)
 
     def again(
         self,
@@ -53,20 +106,207 @@ class Admission:
         if decision.backend is None:
             full = decision.only_full()
             return Shed(ShedReason.FULL if full else ShedReason.NO_BACKEND, int(full), decision)
-        self._fleet.begin(now, id, decision.backend, facts)
-        return Go(decision, next(view for view in views if view.name == decision.backend))
+        return self._go(now, id, facts, views, decision)
 
     def advance(self, now: float) -> list[tuple[int, Verdict]]:
         """Those whose wait ends now, in order."""
-        return []
+        out: list[tuple[int, Verdict]] = []
+        if not self._waiting:
+            return out
+        self._expire(now, out)
+        if self._version == self._fleet.version:
+            return out
+        self._fleet.talks.sweep(now)
+        for line in self._in_order():
+            for side in (line.running, line.new):
+                self._serve(now, line, side, out)
+        self._version = self._fleet.version
+        return out
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to say if nothing else happens; None: not before an event."""
-        return None
+        return min([one.until for one in self._waiting.values()], default=None)
 
     def withdraw(self, now: float, id: int) -> None:
         """Who waited has left."""
+        one = self._waiting.pop(id, None)
+        if one is not None:
+            self._lines[_line(one.facts)].remove(one, served=False)
 
     def waiting(self) -> dict[tuple[str, int], int]:
         """(tier, priority) → how many are in line."""
-        return {}
+        return {key: len(line) for key, line in self._lines.items()}
+
+    # -- trying
+
+    def _try(self, now: float, one: Waiting) -> tuple[Go | None, Decision, tuple[BackendView, ...]]:
+        """Go where it is best if that is open. If it is not: elsewhere, unless waiting for it is predicted to be sooner."""
+        facts, gate = one.facts, self._gate
+        slo = facts.tier.slo
+        most = slo.tpot_seconds * gate.tpot_margin if slo is not None else inf
+        fresh = not one.running and self._fleet.talks.key(facts) is not None
+
+        def hold(state: State, forecast: Forecast, tokens: float) -> bool:
+            if not state.running and not (fresh and self._crowded(now, state, facts)):
+                return False
+            return (
+                forecast.queue > gate.ahead_seconds
+                or forecast.tpot > most
+                or state.held_tokens + tokens > state.member.kv_tokens
+                or (fresh and self._crowded(now, state, facts))
+            )
+
+        views = self._fleet.views(now, facts, one.names, hold)
+        decision = self._router.choose(facts, views, self._rng, pinned=one.pinned)
+        if decision.backend is None:
+            return None, decision, views
+        chosen = next(view for view in views if view.name == decision.backend)
+        assert chosen.forecast is not None
+        for drop in decision.drops:
+            if drop.reason is DropReason.HELD:
+                other = next(view for view in views if view.name == drop.backend)
+                assert other.forecast is not None
+                if other.forecast.cost + gate.ahead_seconds < chosen.forecast.cost and not self._hurry(
+                    now, one, chosen, other
+                ):
+                    return None, Decision(None, None, (drop,)), views
+        return self._go(now, one.id, facts, views, decision), decision, views
+
+    def _hurry(self, now: float, one: Waiting, chosen: BackendView, other: BackendView) -> bool:
+        """Only the open one would still be in time."""
+        assert chosen.forecast is not None
+        assert other.forecast is not None
+        return now + other.forecast.ttft > one.due >= now + chosen.forecast.ttft > 0 and one.due > 0
+
+    def _crowded(self, now: float, state: State, facts: RequestFacts) -> bool:
+        """A new conversation would be one too many there."""
+        params, talks, name = self._params.working_set, self._fleet.talks, state.member.name
+        live = talks.live.get(name, 0)
+        if not live:
+            return False
+        budget = state.member.kv_tokens * params.kv_share * state.fill
+        if talks.tokens.get(name, 0.0) + talks.expected(facts.prompt.tokens) > budget:
+            return True
+        return state.busy(now) > params.busy_share
+
+    def _go(
+        self,
+        now: float,
+        id: int,
+        facts: RequestFacts,
+        views: Iterable[BackendView],
+        decision: Decision,
+    ) -> Go:
+        view = next(view for view in views if view.name == decision.backend)
+        self._fleet.begin(now, id, view.name, facts, view)
+        return Go(decision, view)
+
+    # -- waiting
+
+    def _wait(self, now: float, one: Waiting, views: tuple[BackendView, ...], decision: Decision) -> Verdict:
+        """In line, if its turn comes in time; else turned away at once."""
+        facts, gate = one.facts, self._gate
+        promise = self._fleet.promise(facts, views)
+        one.due = now + (promise if promise is not None else gate.wait_seconds)
+        if facts.deadline is not None:
+            one.due = facts.deadline
+        starts = [view.forecast.prefill for view in views if view.forecast is not None]
+        start = min(starts, default=0.0)
+        one.cost = max(0.05, start)
+        one.until = one.due - start
+        if one.running and facts.deadline is None:
+            # Ending a conversation loses all its turns to come; late is better.
+            one.until = max(one.until, now + gate.wait_seconds)
+        key = _line(facts)
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(self._weights)
+        wait = self._drain(now, one, line, views)
+        if len(line) >= gate.queue:
+            return self._refuse(now, one, ShedReason.QUEUE_FULL, decision, wait)
+        if now + wait > one.until:
+            return self._refuse(now, one, ShedReason.TOO_LATE, decision, wait)
+        line.add(one)
+        self._waiting[one.id] = one
+        return Wait(wait, one.reason)
+
+    def _drain(self, now: float, one: Waiting, line: Line, views: tuple[BackendView, ...]) -> float:
+        """Seconds until it starts, predicted: those before it ÷ the rate at which they have been going."""
+        ahead = sum(len(ones) for ones in line.running.values())
+        if not one.running:
+            ahead += sum(len(ones) for ones in line.new.values())
+        queues = [view.forecast.queue for view in views if view.forecast is not None]
+        least = max(0.0, min(queues, default=0.0) - self._gate.ahead_seconds)
+        rate = self._rate(now)
+        return max(least, ahead / rate if rate > 0 and ahead else 0.0)
+
+    def _rate(self, now: float) -> float:
+        """Requests per second that have left the lines, recently."""
+        return self._gone / RATE_SECONDS * exp((self._gone_at - now) / RATE_SECONDS)
+
+    def _left(self, now: float) -> None:
+        self._gone = self._gone * exp((self._gone_at - now) / RATE_SECONDS) + 1.0
+        self._gone_at = now
+
+    def _in_order(self) -> list[Line]:
+        """Higher priority first; of one priority the tier whose first has waited longest."""
+        keys = sorted(
+            [key for key, line in self._lines.items() if len(line)],
+            key=lambda key: (-key[1], min(one.since for one in self._lines[key])),
+        )
+        return [self._lines[key] for key in keys]
+
+    def _serve(
+        self, now: float, line: Line, side: dict[str, dict[int, Waiting]], out: list[tuple[int, Verdict]]
+    ) -> None:
+        while side:
+            for one in list(line.heads(side, LOOK)):
+                go, decision, _ = self._try(now, one)
+                if go is None and not decision.only_full():
+                    self._remove(one, served=False)
+                    out.append((one.id, self._refuse(now, one, ShedReason.NO_BACKEND, decision)))
+                    break
+                if go is not None:
+                    self._remove(one, served=True)
+                    self._left(now)
+                    out.append((one.id, go))
+                    break
+            else:
+                return
+
+    def _expire(self, now: float, out: list[tuple[int, Verdict]]) -> None:
+        for one in [one for one in self._waiting.values() if one.until <= now]:
+            self._remove(one, served=False)
+            views = self._fleet.views(now, one.facts, one.names)
+            decision = Decision(None, None)
+            line = self._lines[_line(one.facts)]
+            out.append(
+                (
+                    one.id,
+                    self._refuse(now, one, ShedReason.EXPIRED, decision, self._drain(now, one, line, views)),
+                )
+            )
+
+    def _remove(self, one: Waiting, *, served: bool) -> None:
+        del self._waiting[one.id]
+        self._lines[_line(one.facts)].remove(one, served=served)
+
+    # -- turning away
+
+    def _refuse(
+        self, now: float, one: Waiting, reason: ShedReason, decision: Decision, wait: float = 0.0
+    ) -> Verdict:
+        """A tier's last resort takes it, if there is one; else the answer is no."""
+        facts = one.facts
+        if facts.tier.last_resort:
+            remotes = [name for name in one.names if self._fleet.states[name].member.remote]
+            if remotes:
+                verdict = self.again(now, one.id, facts, remotes, pinned=one.pinned)
+                if isinstance(verdict, Go):
+                    return verdict
+        after = 0 if reason is ShedReason.NO_BACKEND else min(60, max(1, ceil(wait)))
+        return Shed(reason, after, decision)
+
+
+def _line(facts: RequestFacts) -> tuple[str, int]:
+    return facts.tier.name, facts.priority

@@ -94,7 +94,8 @@ CLASSIC: tuple[Ranking, ...] = (
     Classic("static_tier", "rank of quality, then turn", static_tier),
 )
 
-RANKINGS: dict[str, Ranking] = {ranking.name: ranking for ranking in (PREDICTED, LEAST_LOAD, *CLASSIC)}
+_ALL: tuple[Ranking, ...] = (PREDICTED, LEAST_LOAD, *CLASSIC)
+RANKINGS: dict[str, Ranking] = {ranking.name: ranking for ranking in _ALL}
 """Every policy by its name in the configuration."""
 
 

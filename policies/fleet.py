@@ -2,61 +2,30 @@
 
 Rules: no clock: `now` is an argument, in seconds, and never goes back. The live gateway, the simulator and the replay
 tell it the same events in the same order and get the same views. A request is known by the caller's own id from
-`begin` to `finish`, each exactly once.
+`begin` to `finish`, each exactly once; events of unknown ids (a backend that left the configuration) are nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import ceil
 
+from policies.filters import tier as quality
+from policies.member import Member
 from policies.params import PolicyParams
-from policies.predict import Guessed, Measured, Speed
-from policies.profile import Profile
-from policies.types import BackendView, Forecast, Polled, RequestFacts, Result, Slo
+from policies.scorers import home
+from policies.state import Running, State
+from policies.types import BackendView, Forecast, Polled, RequestFacts, Result
+from policies.workingset import Talk, WorkingSet
 
+__all__ = ["Fleet", "Hold", "Member"]
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What is configured or was found out of a backend. None: unknown. speculates: drafts tokens (None: its profile
-    says). remote: somebody else's, a tier's last resort. block_tokens: its cache's block."""
+Hold = Callable[[State, Forecast, float], bool]
+"""(backend, forecast, tokens it would hold) → whether admission says not now."""
 
-    name: str
-    profile: Profile | None = None
-    reference: bool = False
-    kl_bits: float | None = None
-    window_tokens: int | None = None
-    max_in_flight: int = 32
-    kv_tokens: int = 131072
-    speculates: bool | None = None
-    remote: bool = False
-    block_tokens: int | None = None
-
-
-@dataclass(slots=True)
-class Running:
-    """A request on a backend."""
-
-    facts: RequestFacts
-    begun: float
-    forecast: Forecast
-    cached: float
-    first: float | None = None
-
-
-@dataclass(slots=True)
-class State:
-    """One backend, live."""
-
-    member: Member
-    speed: Speed
-    healthy: bool = True
-    draining: bool = False
-    in_flight_tokens: int = 0
-    turn: int = 0
-    running: dict[int, Running] = field(default_factory=dict)
-    polled: Polled = field(default_factory=Polled)
-    polled_at: float | None = None
+STRANGER_SECONDS = 0.05
+"""What a backend that is not the session's rendezvous home costs more while nothing is known of the session."""
+USUAL_WEIGHT = 0.05
 
 
 class Fleet:
@@ -64,117 +33,286 @@ class Fleet:
 
     def __init__(self, members: Iterable[Member], params: PolicyParams) -> None:
         self.params = params
-        self._states: dict[str, State] = {}
-        self._where: dict[int, str] = {}
+        self.talks = WorkingSet(params.working_set)
+        self.states: dict[str, State] = {}
+        self.version = 0
+        """Grows with everything that may let a waiting request go."""
+        self._where: dict[int, State] = {}
         self._turn = 0
+        self._outputs: dict[tuple[str, bool, bool], float] = {}
         self.configure(0.0, members, params)
 
     # -- what is asked of it
 
-    def views(self, now: float, facts: RequestFacts, names: Iterable[str]) -> tuple[BackendView, ...]:
-        return tuple([self._view(now, facts, self._states[name]) for name in names])
+    def views(
+        self, now: float, facts: RequestFacts, names: Iterable[str], hold: Hold | None = None
+    ) -> tuple[BackendView, ...]:
+        """A snapshot with this request's own terms: what is cached, and the forecast."""
+        talk = self.talks.get(self.talks.key(facts))
+        output = self.expected_output(facts)
+        states = [self.states[name] for name in names]
+        own = None
+        if talk is None and not facts.prefix and facts.session is not None:
+            own = home(facts.session, [state.member.name for state in states])
+        best = max([s.integrity for s in states if s.calls], default=1.0) if facts.tools else 1.0
+        return tuple([self._view(now, facts, state, talk, output, own, best, hold) for state in states])
 
-    def slo_seconds(self, facts: RequestFacts, names: Iterable[str]) -> float | None:
-        """Seconds from arrival to the first token that the tier promises; None: it promises nothing."""
+    def promise(self, facts: RequestFacts, views: Sequence[BackendView]) -> float | None:
+        """Seconds from arrival to the first token that the tier's SLO allows; None: it has none.
+
+        Cold is the prefill of the tokens new to the conversation on the fastest backend of the tier's quality.
+        """
         slo = facts.tier.slo
-        return None if slo is None else self._promise(slo, facts, names)
+        if slo is None:
+            return None
+        talk = self.talks.get(self.talks.key(facts))
+        new = facts.prompt.tokens
+        if talk is not None and talk.turns:
+            new = max(1, new - int(talk.context))
+        cold = [
+            sum(self.states[view.name].starts(new, 0.0))
+            for view in views
+            if quality(facts, view, self.params.router) is None
+        ]
+        return slo.ttft_seconds + slo.prefill_factor * min(cold, default=0.0)
+
+    def expected_output(self, facts: RequestFacts) -> float:
+        """Tokens of the answer: the mean of such requests (tier, with tools, of a conversation), at most what is allowed."""
+        if facts.expected_output is not None:
+            return facts.expected_output
+        usual = self._outputs.get(_kind(facts), self.params.predict.usual_output)
+        return max(1.0, min(usual, facts.output_tokens or usual))
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._states)
+        return tuple(self.states)
 
     # -- what happens
 
     def configure(self, now: float, members: Iterable[Member], params: PolicyParams) -> None:
         """Other members or params from now on. Who stays keeps what it has and what was learned of it."""
         self.params = params
+        self.talks.params = params.working_set
         states = {}
         for member in members:
-            state = self._states.get(member.name)
-            speed: Speed = Measured(member.profile) if _measured(member) else Guessed()  # type: ignore[arg-type]
+            state = self.states.get(member.name)
             if state is None:
-                state = State(member, speed)
+                state = State(member, params)
             else:
-                state.member, state.speed = member, speed
+                state.configure(member, params)
             states[member.name] = state
-        self._states = states
+        self.states = states
+        self.version += 1
 
-    def begin(self, now: float, id: int, name: str, facts: RequestFacts) -> None:
-        """A request goes to a backend: in the same step in which it was chosen."""
-        state = self._states[name]
-        view = self._view(now, facts, state)
+    def begin(
+        self, now: float, id: int, name: str, facts: RequestFacts, view: BackendView | None = None
+    ) -> None:
+        """A request goes to a backend: in the same step in which it was chosen. `view`: as it was seen then."""
+        state = self.states[name]
+        if view is None or view.forecast is None:
+            view = self.views(now, facts, (name,))[0]
         assert view.forecast is not None
-        state.running[id] = Running(facts, now, view.forecast, view.cached_tokens)
-        state.in_flight_tokens += facts.context_tokens
+        running = Running(facts, now, view.forecast, view.cached_tokens, self.expected_output(facts))
+        running.warm, running.cold = state.starts(facts.prompt.tokens, view.cached_tokens)
         self._turn += 1
         state.turn = self._turn
-        self._where[id] = name
+        key = self.talks.key(facts)
+        if key is not None:
+            running.talk = self.talks.begin(now, key, name, facts)
+        state.cache.hold(facts.prefix, facts.link_tokens, None, 0.0, state.outputs)
+        state.begin(now, id, running)
+        self._where[id] = state
+        self.version += 1
 
     def first_token(self, now: float, id: int) -> None:
-        self._states[self._where[id]].running[id].first = now
+        state = self._where.get(id)
+        if state is not None:
+            state.first_token(now, id)
+            self.version += 1
 
     def finish(self, now: float, id: int, result: Result) -> None:
         """Every kind of end, cancellation included."""
-        name = self._where.pop(id)
-        state = self._states.get(name)
+        state = self._where.pop(id, None)
         if state is None:
             return
-        running = state.running.pop(id)
-        state.in_flight_tokens -= running.facts.context_tokens
+        running = state.finish(now, id, result)
+        facts = running.facts
+        answer = float(result.completion_tokens or (running.output if result.ok else 0.0))
+        if result.ok and result.completion_tokens:
+            kind = _kind(facts)
+            usual = self._outputs.get(kind, float(result.completion_tokens))
+            self._outputs[kind] = usual + USUAL_WEIGHT * (result.completion_tokens - usual)
+        context = facts.prompt.tokens + answer
+        if running.talk is not None:
+            self.talks.finish(now, running.talk, context)
+        if running.first is not None or result.ok:
+            self._remember(state, running, context)
+        if result.prompt_tokens and result.cached_tokens is not None:
+            self._compare(state, running, result.cached_tokens / result.prompt_tokens)
+        self.version += 1
 
     def polled(self, now: float, name: str, numbers: Polled) -> None:
-        state = self._states[name]
+        state = self.states[name]
+        before = state.polled
+        if _fell(before.preemptions, numbers.preemptions) or _fell(before.drafted, numbers.drafted):
+            self.restarted(now, name)
+        elif before.preemptions is not None and (numbers.preemptions or 0) > before.preemptions:
+            self.crowded(name)
+        contexts = [r.facts.prompt.tokens for r in state.running.values() if r.first is not None]
+        profile = state.member.profile
+        usual = 0.0
+        if profile is not None and contexts:
+            usual = profile.acceptance(sum(contexts) / len(contexts))
+        state.speculation.polled(now, numbers.drafted, numbers.accepted, contexts, usual)
         state.polled, state.polled_at = numbers, now
+        state.excess = max(0, (numbers.running or 0) + (numbers.waiting or 0) - len(state.running))
+        self.version += 1
 
     def set_state(
         self, now: float, name: str, *, healthy: bool | None = None, draining: bool | None = None
     ) -> None:
-        state = self._states[name]
+        state = self.states[name]
         if healthy is not None:
+            if healthy and not state.healthy:
+                state.healthy_since = now
             state.healthy = healthy
         if draining is not None:
             state.draining = draining
+        self.version += 1
 
     def restarted(self, now: float, name: str) -> None:
-        """Its cache is empty, its speculation fresh."""
+        """Its cache is empty and its speculation fresh."""
+        self.states[name].restarted()
+        self.talks.lost(name)
+
+    def crowded(self, name: str) -> None:
+        """A sign that too many conversations live there: a preemption, a cache that held less than it should."""
+        params = self.params.working_set
+        state = self.states[name]
+        state.fill = max(params.least_share, state.fill * params.decrease)
 
     def snapshot(self, now: float) -> Mapping[str, Mapping[str, float]]:
         """For metrics and the admin page: backend → figure → value."""
-        return {name: {"in_flight": float(len(state.running))} for name, state in self._states.items()}
+        return {
+            name: {
+                "in_flight": float(len(state.running)),
+                "queue_seconds": state.queue(now),
+                "busy": state.busy(now),
+                "stalled": state.stalled(now),
+                "warm_factor": state.warm.factor,
+                "cold_factor": state.cold.factor,
+                "decode_factor": state.decode.factor,
+                "warm_error": state.warm.error,
+                "cold_error": state.cold.error,
+                "decode_error": state.decode.error,
+                "live_conversations": float(self.talks.live.get(name, 0)),
+                "live_tokens": self.talks.tokens.get(name, 0.0),
+                "working_set_share": state.fill,
+                "cached_tokens": state.cache.tokens,
+                "cache_share": state.cache.share,
+                "integrity": state.integrity,
+                "speculation_acceptance": (
+                    -1.0 if state.speculation.acceptance is None else state.speculation.acceptance
+                ),
+                "speculation_collapsed": float(state.speculation.any_collapsed(now)),
+            }
+            for name, state in self.states.items()
+        }
 
     # -- how
 
-    def _view(self, now: float, facts: RequestFacts, state: State) -> BackendView:
-        member, polled, speed = state.member, state.polled, state.speed
+    def _view(
+        self,
+        now: float,
+        facts: RequestFacts,
+        state: State,
+        talk: Talk | None,
+        output: float,
+        own: str | None,
+        best: float,
+        hold: Hold | None,
+    ) -> BackendView:
+        member, polled, predict = state.member, state.polled, self.params.predict
         prompt = facts.prompt.tokens
-        streams = len(state.running) + 1
-        tpot = speed.tpot(streams, facts.context_tokens)
-        queue = sum([r.forecast.prefill for r in state.running.values() if r.first is None])
-        output = facts.expected_output or facts.output_tokens
-        forecast = Forecast(queue, speed.start(prompt, 0.0), tpot, output * tpot)
+        cached = self.cached(state, facts, talk)
+        warm, cold = state.starts(prompt, cached)
+        forecast = state.forecast(now, warm, cold, prompt, output, prompt - cached)
+        demotion = 0.0
+        if facts.tools and state.calls >= predict.integrity_answers:
+            demotion = predict.demotion_seconds * max(0.0, best - state.integrity - 0.02)
+        if own is not None and own != member.name:
+            demotion += STRANGER_SECONDS
+        if demotion:
+            f = forecast
+            forecast = Forecast(f.queue, f.prefill, f.tpot, f.decode, f.harm, demotion)
+        beyond = member.collapses_beyond
         return BackendView(
             member.name,
             state.healthy,
             state.draining,
             member.reference,
             member.kl_bits,
-            member.window_tokens,
-            member.max_in_flight,
+            member.usable_window,
+            self._places(now, state),
             member.kv_tokens,
             len(state.running),
             state.in_flight_tokens,
             polled.running,
             polled.waiting,
             polled.kv_usage,
-            None if state.polled_at is None else now - state.polled_at,
-            turn=state.turn,
-            remote=member.remote,
-            forecast=forecast,
+            None if state.polled_at < 0 else now - state.polled_at,
+            state.speculates,
+            (beyond is not None and prompt > beyond) or state.speculation.collapsed(now, prompt),
+            member.remote,
+            hold is not None and hold(state, forecast, prompt + output),
+            state.turn,
+            cached,
+            forecast,
         )
 
-    def _promise(self, slo: Slo, facts: RequestFacts, names: Iterable[str]) -> float:
-        cold = min([self._states[name].speed.cold(facts.prompt.tokens, 0.0) for name in names], default=0.0)
-        return slo.ttft_seconds + slo.prefill_factor * cold
+    def cached(self, state: State, facts: RequestFacts, talk: Talk | None) -> float:
+        """Tokens of this prompt in that backend's cache, estimated: whole blocks, never the last token."""
+        links = state.cache.links(facts.prefix)
+        known = links * facts.link_tokens
+        if talk is not None and talk.turns:
+            tail = state.cache.tail(talk.key)
+            if tail and (not facts.prefix or links >= min(talk.links, len(facts.prefix))):
+                known = max(known, talk.links * facts.link_tokens + tail)
+        known = min(known, facts.prompt.tokens - 1)
+        return known - known % state.block if known >= state.block else 0.0
+
+    def _remember(self, state: State, running: Running, context: float) -> None:
+        """What it held is the latest in the cache, answer and all."""
+        facts, talk = running.facts, running.talk
+        known = len(facts.prefix) * facts.link_tokens
+        tail = talk.key if talk is not None else None
+        state.cache.hold(facts.prefix, facts.link_tokens, tail, max(0.0, context - known), state.outputs)
+
+    def _compare(self, state: State, running: Running, share: float) -> None:
+        """What it found in its cache beside what was expected."""
+        facts, prompt = running.facts, max(1, running.facts.prompt.tokens)
+        expected = running.cached / prompt
+        tail = running.talk.key if running.talk is not None else None
+        before = state.cache.tokens
+        state.cache.reported(facts.prefix, tail, expected, share, state.block / prompt)
+        if before and not state.cache.tokens:
+            self.talks.lost(state.member.name)
+        params = self.params.working_set
+        if expected > 2 * state.block / prompt and share < 0.5 * expected:
+            self.crowded(state.member.name)
+        elif state.fill < 1.0:
+            state.fill = min(1.0, state.fill + params.increase)
+
+    def _places(self, now: float, state: State) -> int:
+        """Slow start: after a recovery its places open one after the other."""
+        most, seconds = state.member.max_in_flight, self.params.predict.slow_start_seconds
+        if state.healthy_since is None or now - state.healthy_since >= seconds:
+            return most
+        return max(1, ceil(most * (now - state.healthy_since) / seconds))
 
 
-def _measured(member: Member) -> bool:
-    return member.profile is not None and not member.profile.quality_only
+def _kind(facts: RequestFacts) -> tuple[str, bool, bool]:
+    return facts.tier.name, facts.tools, facts.conversation is not None
+
+
+def _fell(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after < before

@@ -1,7 +1,8 @@
-"""What a backend would make of a request: from what was measured of it, or learned.
+"""How fast a backend is: from what was measured of it, or from conservative defaults.
 
-Rules: no state. A `Speed` answers for one configuration; a `Crowd` is who is there now; `forecast` puts the two
-together. Seconds, tokens, seconds per token. Corrections (observed ÷ predicted) are factors on top, handed in.
+Rules: no state. Seconds, tokens, seconds per token. A start is `warm + cold`: the warm part is what a prompt costs whose
+prefix is cached, and decoding goes on beside it; during the cold part decoding gets one step per prefill chunk of
+`batched_tokens`. Corrections (observed ÷ predicted) are factors on top, applied by the fleet.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from policies.profile import Profile
 
 
 class Speed(Protocol):
-    """How fast one configuration is."""
+    """How fast one configuration is on an idle engine, and how fast its streams are."""
 
-    def start(self, prompt: float, cached: float) -> float:
-        """Seconds to the first token on an idle engine, `cached` of the prompt's tokens being in its cache."""
+    @property
+    def batched_tokens(self) -> int: ...
+
+    def warm(self, prompt: float, cached: float) -> float:
+        """Seconds before its turn is over, prefill apart."""
         ...
 
     def cold(self, prompt: float, cached: float) -> float:
-        """The part of `start` during which nobody else decodes."""
+        """Seconds of prefill of the tokens that are not cached."""
         ...
 
     def tpot(self, streams: float, context: float) -> float:
@@ -31,18 +35,20 @@ class Speed(Protocol):
 
 
 class Measured:
-    """The surfaces of a profile."""
+    """The surfaces of a profile: the same formulas as the engine model's."""
 
-    __slots__ = ("_profile", "_rates", "block_tokens")
+    __slots__ = ("_profile", "_rates")
 
     def __init__(self, profile: Profile, block_tokens: int = BLOCK_TOKENS) -> None:
         self._profile = profile
         self._rates = Rates(profile, block_tokens, profile.measured.batched_tokens)
-        self.block_tokens = block_tokens
 
-    def start(self, prompt: float, cached: float) -> float:
-        whole = int(cached)
-        return self._rates.alone(int(prompt), whole) + self._rates.cold_seconds(int(prompt), whole)
+    @property
+    def batched_tokens(self) -> int:
+        return self._rates.batched_tokens
+
+    def warm(self, prompt: float, cached: float) -> float:
+        return self._rates.alone(int(prompt), int(cached))
 
     def cold(self, prompt: float, cached: float) -> float:
         return self._rates.cold_seconds(int(prompt), int(cached))
@@ -62,10 +68,11 @@ class Guessed:
     prefill_tokens_per_second: float = 4000.0
     start_seconds: float = 0.1
     decode_seconds: float = 0.02
-    decode_growth: float = 0.05
+    decode_growth: float = 0.04
+    batched_tokens: int = 8192
 
-    def start(self, prompt: float, cached: float) -> float:
-        return self.start_seconds + self.cold(prompt, cached)
+    def warm(self, prompt: float, cached: float) -> float:
+        return self.start_seconds
 
     def cold(self, prompt: float, cached: float) -> float:
         return max(0.0, prompt - cached) / self.prefill_tokens_per_second
