@@ -22,7 +22,7 @@ from proxy.wire.errors import Api
 MOST_TOKENS = 10**9
 """More than any answer has: larger limits are as good as this one, and numbers stay such that one can divide by them."""
 
-_TEXT: dict[Api, tuple[bytes, ...]] = {
+TEXT: dict[Api, tuple[bytes, ...]] = {
     Api.CHAT: (b"messages",),
     Api.COMPLETIONS: (b"prompt", b"suffix"),
     Api.RESPONSES: (b"instructions", b"input"),
@@ -102,7 +102,7 @@ class RequestBody(NamedTuple):
         """Runs of non-whitespace in the text that is surely rendered: no tools, roles, reasoning. 0 if unreadable.
 
         Parses the text: a few milliseconds a megabyte, so only for a prompt near a limit."""
-        return sum(_words(raw) for key in _TEXT[self.api] if (raw := self.scan.raw(key)) is not None)
+        return sum(_words(raw) for key in TEXT[self.api] if (raw := self.scan.raw(key)) is not None)
 
 
 def read_request(api: Api, data: bytes) -> RequestBody:
@@ -163,7 +163,7 @@ def _sizes(api: Api, scan: Scan) -> Sizes:
     data = scan.data
     text = tools = media = messages = images = 0
     sequences = 1
-    for key in _TEXT[api]:
+    for key in TEXT[api]:
         if (span := scan.span(key)) is None:
             continue
         begin, end = span
