@@ -2,15 +2,17 @@
 
 Rules: two kinds of rows. With block hashes (Mooncake's): equal hashes mean an equal prefix, so a request continues the
 latest one whose whole prompt it begins with, and comes no sooner than `PAUSE` after that one's answer, however fast the
-trace is played. Without (Azure's): every request stands alone and nothing is ever shared. Playing at another rate
-divides all times; lengths and prefixes stay. Rows say nothing of who asks: no conversation has an identity.
+trace is played. Without (Azure's): every request stands alone and nothing is ever shared. At a lower rate than the
+recorded one a share of the conversations is drawn, each whole, so that people take as long between turns as they did
+(stretched times would let every cache forget them); at a higher one all times are divided. Rows say nothing of who asks:
+no conversation has an identity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, exp
+from math import ceil, exp, gcd
 from random import Random
 
 from policies.engine import BLOCK_TOKENS
@@ -36,11 +38,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A recorded traffic that can be played at any rate."""
+    """A recorded traffic that can be played at any rate. `tick`: seconds to which its times were rounded down; requests
+    are spread over it."""
 
     name: str
     threads: tuple[tuple[Row, ...], ...]
     seconds: float
+    tick: float = 0.0
     warm_up: float = 60.0
 
     @property
@@ -50,7 +54,8 @@ class Trace:
 
     def traffic(self, rate: float, rng: Random, *, seconds: float | None = None) -> Traffic:
         """`rate` requests a second: for `seconds` after the warm-up, or to the trace's end."""
-        scale = rate / self.rate
+        scale = max(1.0, rate / self.rate)
+        kept = min(1.0, rate / self.rate)
         total = self.seconds / scale
         if seconds is not None:
             total = min(total, self.warm_up + seconds)
@@ -58,10 +63,11 @@ class Trace:
         alone = _Alone()
         conversations = []
         for thread in self.threads:
-            rows = [row for row in thread if row.at / scale < total]
-            bias = exp(bodies.gauss(0.0, ESTIMATE_ERROR))
-            if rows:
-                conversations.append(_conversation(rows, scale, bias, alone))
+            lot, bias = bodies.random(), exp(bodies.gauss(0.0, ESTIMATE_ERROR))
+            times = [(row.at + bodies.random() * self.tick) / scale for row in thread]
+            rows = [(at, row) for at, row in zip(times, thread, strict=True) if at < total]
+            if rows and lot < kept:
+                conversations.append(_conversation(rows, bias, alone))
         conversations.sort(key=lambda conversation: conversation.start)
         return Traffic(self.name, tuple(conversations), total, self.warm_up)
 
@@ -82,7 +88,10 @@ def trace(name: str, rows: Iterable[Row]) -> Trace:
         full = row.prompt // HASHED_TOKENS
         if row.hashes and full:
             latest[row.hashes[full - 1]] = mine
-    return Trace(name, tuple(map(tuple, threads)), max(ordered[-1].at, 1.0))
+    tick = gcd(*[round(row.at * 1000) for row in ordered]) / 1000.0
+    return Trace(
+        name, tuple(map(tuple, threads)), ordered[-1].at + max(tick, 1.0), tick if tick >= 1.0 else 0.0
+    )
 
 
 def _continued(row: Row, threads: Sequence[Sequence[Row]], latest: dict[int, int]) -> int | None:
@@ -109,28 +118,20 @@ class _Alone:
         return tuple(range(self._next, self._next + count))
 
 
-def _conversation(rows: Sequence[Row], scale: float, bias: float, alone: _Alone) -> Conversation:
+def _conversation(rows: Sequence[tuple[float, Row]], bias: float, alone: _Alone) -> Conversation:
     turns: list[Turn] = []
-    chains = [engine_blocks(row) or alone.blocks(row.prompt // BLOCK_TOKENS) for row in rows]
-    for place, row in enumerate(rows):
+    chains = [engine_blocks(row) or alone.blocks(row.prompt // BLOCK_TOKENS) for _, row in rows]
+    for place, (at, row) in enumerate(rows):
         new = row.prompt
         chain = chains[place]
         if place:
-            new = row.prompt - HASHED_TOKENS * (rows[place - 1].prompt // HASHED_TOKENS)
+            new -= HASHED_TOKENS * (rows[place - 1][1].prompt // HASHED_TOKENS)
         if place + 1 < len(rows) and chains[place + 1][: len(chain)] == chain:
             chain = chains[place + 1]
-        turns.append(
-            Turn(
-                row.prompt,
-                row.output,
-                new,
-                PAUSE if place else 0.0,
-                chain,
-                max(OUTPUT_RESERVE, row.output),
-                at=row.at / scale,
-            )
-        )
-    return Conversation(rows[0].at / scale, tuple(turns), bias=bias)
+        gap = PAUSE if place else 0.0
+        allowed = max(OUTPUT_RESERVE, row.output)
+        turns.append(Turn(row.prompt, row.output, new, gap, chain, allowed, at=at))
+    return Conversation(rows[0][0], tuple(turns), bias=bias)
 
 
 def engine_blocks(row: Row) -> tuple[int, ...]:
