@@ -225,9 +225,13 @@ def history_edits(
     repairs: HistoryRepairs | None = None
     if span is None or body.scan.kind(b"messages") is not Kind.ARRAY:
         return [], None
+    looks = body.scan.holds(b"messages", _TOOL_MARK)
+    looks = looks or (reasoning is not None and body.scan.holds(b"messages", b'"reasoning'))
+    if not looks and nudge is None:
+        return [], None
     raw = body.scan.data[span[0] : span[1]]
     pieces: dict[int, bytes] = {}
-    if _TOOL_MARK in raw or (reasoning is not None and b'"reasoning' in raw):
+    if looks:
         messages = _decode(raw)
         try:
             changed, done = repair_history(messages, tools, new_id, reasoning=reasoning)

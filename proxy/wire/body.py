@@ -18,16 +18,23 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, islice
+from operator import itemgetter
+
+from proxy.wire.stretches import Part, Shortened, mask, quoted, shorten
 
 MAX_MEMBERS = 4096
 """Top-level fields of one object. APIs have dozens; without a limit 64 MiB of them would cost gigabytes."""
 
 _DEPTH = 12
 """Brackets inside a value that one match crosses: deeper than tool schemas go."""
+
+LONG = 32 * 1024
+"""Bodies from this size on are looked through for long strings first."""
 
 _LOOK = 16384
 """How much of a long element is looked at for its end."""
@@ -36,9 +43,11 @@ _WS = rb"[ \t\n\r]*+"
 # Between the strings of a container: whitespace, punctuation, numbers, literals; no comments.
 _ATOMS = rb"[ \t\n\r,:0-9+\-.eEtrufalsnNaIity]*+"
 # A run of anything but one byte costs under a nanosecond a byte, of anything outside a set ten times that. So
-# backslashes are looked at only before a quote: an escaped quote, or an escaped backslash before a real one,
-# makes this fail, and the scan goes on in a masked copy that has neither.
-_STRING = rb'"[^"]*+(?<!\\)"'
+# backslashes are looked at only before a quote: one or three of them escape it, none or two do not. Longer runs
+# make this fail, and the scan goes on in a masked copy that has none.
+_ODD = rb"(?<=\\)(?:(?<=(?<!\\)\\)|(?<=(?<!\\)\\\\\\))"
+_EVEN = rb"(?:(?<!\\)|(?<=(?<!\\)\\\\))"
+_STRING = rb'"[^"]*+(?:' + _ODD + rb'"[^"]*+)*+' + _EVEN + rb'"'
 _NUMBER = rb"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|-?Infinity|NaN"
 
 
@@ -139,6 +148,26 @@ class Scan:
     places: list[Place]
     members: dict[bytes, Place]
     duplicates: frozenset[bytes] = field(default=frozenset())
+    parts: list[Part] | None = None
+    """Of a long body: the parts in which all its quotes are."""
+
+    def quoted(self, begin: int, end: int) -> list[Part]:
+        """Parts of `data[begin:end]`, a value, in which its quotes are: all else is the inside of strings."""
+        if self.parts is None:
+            return [(begin, end)]
+        first = bisect_right(self.parts, begin, key=itemgetter(1))
+        last = bisect_left(self.parts, end, first, key=itemgetter(0))
+        return [(max(start, begin), min(stop, end)) for start, stop in self.parts[first:last]]
+
+    def holds(self, key: bytes, mark: bytes) -> bool:
+        """Whether the value of `key` has `mark`, which begins with a quote and is short, somewhere in it."""
+        span = self.span(key)
+        if span is None:
+            return False
+        data, reach = self.data, len(mark)
+        return any(
+            data.find(mark, start, min(stop + reach, span[1])) >= 0 for start, stop in self.quoted(*span)
+        )
 
     def span(self, key: bytes) -> tuple[int, int] | None:
         """Offsets of the value, also of a null; an error if the key is there twice."""
@@ -227,6 +256,27 @@ class Scan:
 
 def scan_object(data: bytes) -> Scan:
     """The top-level members of `data`, which must be one JSON object and nothing else."""
+    if len(data) < LONG:
+        return scan_all(data)
+    parts = quoted(data, 0, len(data))
+    short = shorten(data, parts)
+    scan = scan_all(data) if short is None else _scan_short(data, short)
+    scan.parts = parts
+    return scan
+
+
+def _scan_short(data: bytes, short: Shortened) -> Scan:
+    try:
+        found = scan_all(short.data)
+    except BodyError:
+        return scan_all(data)  # which says where
+    places: list[Place] = [_moved(place, short) for place in found.places]
+    members = {place[1]: place for place in places}
+    return Scan(data, found.open, places, members, found.duplicates)
+
+
+def scan_all(data: bytes) -> Scan:
+    """`scan_object` of every byte."""
     begin = 1 if data.startswith(b'{"') else _open(data)
     if begin < 0:
         return Scan(data, -begin, [], {})
@@ -244,11 +294,19 @@ def scan_object(data: bytes) -> Scan:
     return Scan(data, begin, places, members, frozenset(key for key, count in counts.items() if count > 1))
 
 
+def _moved(place: Place, short: Shortened) -> _Member:
+    """A member found in a shortened text, where it is in the whole one."""
+    begin, end = place.span(2)
+    value = short.offset(begin), short.offset(end - 1) + 1
+    stop = short.offset(place.end() - 1) + 1
+    return _Member(place[1], short.offset(place.start()), value, stop, place.lastindex or 0)
+
+
 def items(data: bytes, span: tuple[int, int]) -> list[tuple[int, int]]:
     """Offsets of the elements of the array at `span`, up to the first that is malformed or very deep."""
     found = [match.span(1) for match in _ITEMS.finditer(data, span[0] + 1, span[1]) if match.lastindex]
     if b"\\" in data[span[0] : span[1]]:
-        view = _mask(data[: span[1]])
+        view = mask(data[: span[1]])
         found = [match.span(1) for match in _ITEMS.finditer(view, span[0] + 1) if match.lastindex]
     return found
 
@@ -257,7 +315,7 @@ def end_of_item(data: bytes, span: tuple[int, int], at: int, inside: int) -> int
     """Where the element that the offset `inside` is in ends, of the array at `span`; `at`: where that or an earlier element
     begins. At most `_LOOK` bytes behind `inside`, also where it cannot be told."""
     end = min(span[1], inside + _LOOK)
-    for match in _ITEMS.finditer(_mask(data[at:end])):
+    for match in _ITEMS.finditer(mask(data[at:end])):
         if match.lastindex is None:
             break
         if at + match.end(1) >= inside:
@@ -279,7 +337,7 @@ def _open(data: bytes) -> int:
 
 def _go_on(data: bytes, places: list[Place]) -> None:
     """Finish what `_MEMBERS` could not match in the bytes as they came: masked, then member by member."""
-    view = _mask(data)
+    view = mask(data)
     retry = view is not data
     while places[-1].lastindex != 2 and len(places) <= MAX_MEMBERS:
         if places[-1].lastindex is not None:  # a comma, and then the end
@@ -290,13 +348,6 @@ def _go_on(data: bytes, places: list[Place]) -> None:
             at = place.end()
         places += islice(_MEMBERS.finditer(view, at), MAX_MEMBERS + 1 - len(places))
         retry = False
-
-
-def _mask(data: bytes) -> bytes:
-    """`data` with escaped backslashes and quotes overwritten by NULs: every quote left is a real one."""
-    if b"\\" not in data:
-        return data
-    return data.replace(b"\\\\", b"\0\0").replace(b'\\"', b"\0\0")
 
 
 def _hard_member(data: bytes, view: bytes, at: int) -> _Member:

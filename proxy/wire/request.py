@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from proxy.wire.body import BodyError, Kind, Scan, items, scan_object
 from proxy.wire.errors import Api
+from proxy.wire.stretches import Part, quoted
 
 MOST_TOKENS = 10**9
 """More than any answer has: larger limits are as good as this one, and numbers stay such that one can divide by them."""
@@ -55,9 +56,11 @@ _BATCHES = frozenset(
 )
 
 _MEDIA_STEP = 2048
-"""Bytes between two looks for base64: smaller pictures count as text, which their tokens are worth."""
+"""Bytes from which a string may be base64: smaller pictures count as text, which their tokens are worth."""
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\-\\]{64}")  # some encoders write \/ for a slash
 _MEDIA_KEY = re.compile(rb'"(?:url|image_url|data|file_data)"[ \t\n\r]*+:[ \t\n\r]*+"\Z')
+_MARKS = re.compile(rb'"(role|image_url|image)"')
+_IMAGE_KEY = re.compile(rb'"image_url"[ \t\n\r]*+:')
 _EMPTY = re.compile(rb"[\[{][ \t\n\r]*+[\]}]\Z")
 _NOT_RENDERED = frozenset({"thinking", "redacted_thinking", "reasoning"})
 
@@ -68,8 +71,8 @@ class Sizes(NamedTuple):
 
     text_bytes: JSON bytes of the fields that the model reads, tools apart. tools_bytes: of tool declarations.
     messages: "role" keys in the text; a nested key of that name counts too. images: image parts, by their key.
-    media_bytes: the part of text_bytes in strings of base64 (pictures, sound, files), found by looking every
-    `_MEDIA_STEP` bytes. sequences: prompts in a batch; each has the window to itself.
+    media_bytes: the part of text_bytes in strings of base64 (pictures, sound, files) of `_MEDIA_STEP` bytes
+    or more. sequences: prompts in a batch; each has the window to itself.
     truncates: the request lets the server cut the prompt, so that no length is too long.
     """
 
@@ -168,11 +171,15 @@ def _sizes(api: Api, scan: Scan) -> Sizes:
             continue
         begin, end = span
         text += end - begin
-        for start, stop in texts(data, begin, end):
-            messages += data.count(b'"role"', start, stop)
-            images += _images(api, data, start, stop)
-            media -= stop - start
-        media += end - begin
+        for start, stop in scan.quoted(begin, end):
+            marks = _MARKS.findall(data, start, stop)
+            messages += marks.count(b"role")
+            if b"image" in marks and api is Api.MESSAGES:
+                images += marks.count(b"image")
+            elif b"image_url" in marks:  # OpenAI's parts say it twice: as their type, and as the key
+                images += len(_IMAGE_KEY.findall(data, start, min(stop + 8, end)))
+        if end - begin > _MEDIA_STEP:
+            media += end - begin - sum(stop - start for start, stop in texts(data, begin, end))
         if key in _BATCHES:
             sequences = max(sequences, _sequences(api, data, span))
     for key in _TOOLS:
@@ -181,25 +188,18 @@ def _sizes(api: Api, scan: Scan) -> Sizes:
     return Sizes(text, messages, tools, images, media, sequences, _truncates(scan))
 
 
-def texts(data: bytes, begin: int, end: int) -> list[tuple[int, int]]:
-    """The parts of the span that are not strings of base64. One look in `_MEDIA_STEP` bytes; a string that looks
-    like base64 is crossed by a search for its quote, and judged once."""
-    texts = []
+def texts(data: bytes, begin: int, end: int) -> list[Part]:
+    """The parts of the span that are not strings of base64: only a long string is looked at, once."""
+    parts = []
     at = begin
-    look = begin + _MEDIA_STEP
-    while look < end:
-        if _BASE64.match(data, look):
-            start = data.rfind(b'"', begin, look) + 1
-            stop = data.find(b'"', look, end)
-            if start == 0 or stop < 0:
-                break
-            if _is_media(data, start, stop):
-                texts.append((at, start))
-                at = stop
-            look = stop
-        look += _MEDIA_STEP
-    texts.append((at, end))
-    return texts
+    stop = begin
+    for start, last in quoted(data, begin, end):
+        if start - stop >= _MEDIA_STEP and _is_media(data, stop, start):
+            parts.append((at, stop))
+            at = start
+        stop = last
+    parts.append((at, end))
+    return parts
 
 
 def _is_media(data: bytes, start: int, stop: int) -> bool:
@@ -210,17 +210,6 @@ def _is_media(data: bytes, start: int, stop: int) -> bool:
     if data.startswith(b"data:", start):
         start = data.find(b",", start, start + 256) + 1
     return start > 0 and _BASE64.match(data, start) is not None
-
-
-def _images(api: Api, data: bytes, start: int, stop: int) -> int:
-    """Image parts by the key that only they have: OpenAI's `image_url`, which chat names in `type` as well, or the
-    value of Anthropic's `type`."""
-    if api is Api.MESSAGES:
-        return data.count(b'"image"', start, stop)
-    count = data.count(b'"image_url"', start, stop)
-    if count:
-        count -= data.count(b':"image_url"', start, stop) + data.count(b': "image_url"', start, stop)
-    return count
 
 
 def _sequences(api: Api, data: bytes, span: tuple[int, int]) -> int:
