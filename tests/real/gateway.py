@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +63,12 @@ class GatewayProcess(RealServer):
 
     def ready(self) -> bool:
         """Serving, and every backend seen: what it was told at its first poll decides routing."""
-        return super().ready() and all(map(_known, self.backends().values()))
+        if not super().ready():
+            return False
+        try:
+            return all(map(_known, self.backends().values()))
+        except urllib.error.URLError:
+            return False  # the admin side listens a moment after the other
 
     def running(self) -> int:
         return sum(backend["in_flight"] for backend in self.backends().values())
