@@ -26,7 +26,7 @@ Cell = tuple[int, int, float]
 class Surface:
     """`cells`: (concurrency, context, cost > 0). `by_rate`: blend rows linearly in 1/cost instead of cost."""
 
-    __slots__ = ("_by_rate", "_logs", "_rows", "concurrencies", "contexts", "last_measured")
+    __slots__ = ("_by_rate", "_exponents", "_logs", "_rows", "concurrencies", "contexts", "last_measured")
 
     def __init__(self, cells: Iterable[Cell], *, by_rate: bool = False) -> None:
         known = {(c, x): cost for c, x, cost in cells}
@@ -41,6 +41,13 @@ class Surface:
         for x in self.contexts:
             row = [self._blend_column(known, c, x) for c in self.concurrencies]
             self._rows.append(self._complete(row, self._rows[-1] if self._rows else None))
+        self._exponents = [
+            [
+                log2(row[i + 1] / row[i]) / (self._logs[i + 1] - self._logs[i])
+                for i in range(len(self._logs) - 1)
+            ]
+            for row in self._rows
+        ]
 
     def at(self, concurrency: float, context: float) -> float:
         """The cost with `concurrency` streams of `context` tokens each."""
@@ -74,8 +81,7 @@ class Surface:
             return costs[i]
         if i + 1 == len(cs):
             return costs[i] * concurrency / cs[i]
-        exponent = log2(costs[i + 1] / costs[i]) / (self._logs[i + 1] - self._logs[i])
-        return float(costs[i] * (concurrency / cs[i]) ** exponent)
+        return float(costs[i] * (concurrency / cs[i]) ** self._exponents[row][i])
 
     def _blend_column(self, known: dict[tuple[int, int], float], c: int, x: int) -> float | None:
         """A measured cell, or one blended from the cells below and above it at the same concurrency."""

@@ -28,7 +28,7 @@ def capacity(
 
 def _bracket(goodput: Callable[[float], float], guess: float, goal: float) -> tuple[float, float]:
     """A rate that meets the goal and, above it, one that does not."""
-    rate, step = guess, 1.25
+    rate, step = guess, 1.4
     if goodput(rate) >= goal:
         for _ in range(24):
             if goodput(rate * step) < goal:

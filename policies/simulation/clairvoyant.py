@@ -1,18 +1,22 @@
 """The reference: a policy that knows what no gateway can know.
 
 Rules: it sees the true length of every answer, what each cache really holds, and the rest of every conversation; it does
-not search: each request goes, at once, where the fewest turns would miss the SLO because of it (its own and those that
-run there), and among equals where the most seconds are saved. It never queues and never sheds. A reference, not a bound.
+not search. Each request goes, at once, where the sum of these is the least, all in seconds:
 
-    misses = own TTFT or TPOT too long + running turns that would become too slow
-    cost   = queue + prefill + decode + harm + crowding                          all in seconds
-    harm   = own prefill × streams that decode there + their tokens left × what one more stream costs each
-    crowding, of a first turn: prefill of what would no longer fit the cache, were every live conversation to go on
+    own       queue + prefill + decode
+    harm      own prefill × streams that decode there + their tokens left × what one more stream costs each
+    risk      RISK × what it adds to the sum of over(time ÷ time the SLO allows) of all that run there, itself included;
+              over(x) = max(0, x - 0.7)²
+    crowding  of a first turn: prefill of what would no longer fit the cache, were every live conversation to go on
+
+Decoding slows down by the share of its time that a backend lately spent on prefill. It never queues and never sheds. A
+reference, not a bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import exp
 from random import Random
 
 from policies.engine.rates import Rates
@@ -37,17 +41,34 @@ from policies.types import (
 
 _NONE: frozenset[str] = frozenset()
 _PARAMS = RouterParams()
+RISK = 400.0
+"""Seconds that a whole unit of `over` is worth."""
+MEMORY = 20.0
+"""Seconds over which the share of prefill is averaged."""
 
 
 class Site:
     """One machine as the reference follows it."""
 
-    __slots__ = ("decoding", "healthy", "live", "machine", "pending", "progress", "rates", "view")
+    __slots__ = (
+        "_busy",
+        "_busy_at",
+        "decoding",
+        "healthy",
+        "live",
+        "machine",
+        "pending",
+        "progress",
+        "rates",
+        "seats",
+        "view",
+    )
 
     def __init__(self, machine: Running) -> None:
         own = member(machine.machine)
         config = machine.engine.config
         self.machine = machine
+        self.seats = config.max_num_seqs
         self.rates = Rates(machine.profile, config.block_tokens, config.batched_tokens)
         self.view = BackendView(
             machine.name,
@@ -57,6 +78,7 @@ class Site:
             speculates=bool(own.speculates),
         )
         self.healthy = True
+        self._busy = self._busy_at = 0.0
         self.pending: dict[int, float] = {}
         """Without a first token, in order: seconds of prefill each will need."""
         self.progress = 0.0
@@ -68,6 +90,15 @@ class Site:
     def backlog(self, now: float) -> float:
         """Seconds until a request that comes now begins its prefill."""
         return max(0.0, sum(self.pending.values()) - (now - self.progress)) if self.pending else 0.0
+
+    def prefills(self, now: float, seconds: float) -> None:
+        """So much prefill was sent there."""
+        self._busy = self.busy(now) + seconds / MEMORY
+        self._busy_at = now
+
+    def busy(self, now: float) -> float:
+        """Share of its time that lately went to prefill, during which nobody decodes; 0..0.9."""
+        return min(0.9, self._busy * exp((self._busy_at - now) / MEMORY))
 
     def tpot(self, streams: int, context: float) -> float:
         return 1.0 / self.machine.profile.stream_rate(streams, context)
@@ -85,17 +116,17 @@ class Clairvoyant:
     def offer(
         self, now: float, id: int, served: Served, facts: RequestFacts, tried: frozenset[str] = _NONE
     ) -> Verdict:
-        best: tuple[tuple[float, float], Site, float] | None = None
+        best: tuple[float, Site, float, float] | None = None
         for site in self._sites.values():
             if not site.healthy or site.view.name in tried or not _may(facts, site.view):
                 continue
-            key, prefill = self._weigh(now, served, site)
-            if best is None or key < best[0]:
-                best = key, site, prefill
+            cost, warm, cold = self._weigh(now, served, site)
+            if best is None or cost < best[0]:
+                best = cost, site, warm, cold
         if best is None:
             return Shed(ShedReason.NO_BACKEND, 1, Decision(None, None))
-        _, site, prefill = best
-        self._begin(now, id, served, site, prefill)
+        _, site, warm, cold = best
+        self._begin(now, id, served, site, warm, cold)
         return Go(Decision(site.view.name, ChooseReason.POLICY), site.view)
 
     def advance(self, now: float) -> Iterable[tuple[int, Verdict]]:
@@ -127,41 +158,48 @@ class Clairvoyant:
 
     # -- how
 
-    def _begin(self, now: float, id: int, served: Served, site: Site, prefill: float) -> None:
+    def _begin(self, now: float, id: int, served: Served, site: Site, warm: float, cold: float) -> None:
         if not site.pending:
             site.progress = now
-        site.pending[id] = prefill
+        site.prefills(now, cold)
+        # Those that start together share most of the warm part.
+        site.pending[id] = cold if site.pending else warm + cold
         self._where[id], self._served[id] = site, served
         for other in self._sites.values():
             other.live.pop(served.order, None)
         site.live[served.order] = served.turn.prompt + served.turn.output
 
-    def _weigh(self, now: float, served: Served, site: Site) -> tuple[tuple[float, float], float]:
-        """((misses, cost in seconds), seconds of prefill)."""
+    def _weigh(self, now: float, served: Served, site: Site) -> tuple[float, float, float]:
+        """(sum, seconds of the warm part of its start, of the cold one)."""
         turn, slo = served.turn, self._slo
         cached = site.machine.engine.known_tokens(engine_request(turn, site.rates.block_tokens))
         cold = site.rates.cold_seconds(turn.prompt, cached)
-        prefill = site.rates.alone(turn.prompt, cached) + cold
-        backlog = site.backlog(now)
+        warm = site.rates.alone(turn.prompt, cached)
         others = len(site.decoding) + len(site.pending)
         held = sum([one.turn.prompt for one in site.decoding.values()])
         context = (held + turn.prompt) / (len(site.decoding) + 1)
-        before, after = site.tpot(max(1, others), context), site.tpot(others + 1, context)
-        limit = slo.ttft_seconds + slo.prefill_factor * site.machine.profile.cold_ttft(turn.new)
-        misses = (backlog + prefill > limit) + (after > slo.tpot_seconds)
-        harm = 0.0
+        left_over = 1.0 - site.busy(now)
+        before = site.tpot(max(1, others), context) / left_over
+        after = site.tpot(others + 1, context) / left_over
+        harm = risk = longest = 0.0
         for one in site.decoding.values():
             assert one.first is not None
             passed, tokens = now - one.first, max(1, one.turn.output - 1)
             left = max(0.0, tokens - passed / before)
             slower = left * (after - before) + (cold if left else 0.0)
-            would = passed + left * before
-            misses += would <= slo.tpot_seconds * tokens < would + slower
+            allowed, would = slo.tpot_seconds * tokens, passed + left * before
+            risk += _over((would + slower) / allowed) - _over(would / allowed)
             harm += slower
-        cost = backlog + prefill + turn.output * after + harm
+            longest = max(longest, left * after)
+        queue = site.backlog(now)
+        if others >= site.seats:
+            queue += longest * (others + 1 - site.seats) / site.seats
+        limit = slo.ttft_seconds + slo.prefill_factor * site.machine.profile.cold_ttft(turn.new)
+        risk += _over((queue + warm + cold) / limit) + _over(after / slo.tpot_seconds)
+        cost = queue + warm + cold + turn.output * after + harm + RISK * risk
         if served.place == 0:
             cost += self._crowding(served, site)
-        return (float(misses), cost), prefill
+        return cost, warm, cold
 
     def _crowding(self, served: Served, site: Site) -> float:
         """Seconds of prefill for the part of all live contexts that the cache would lose."""
@@ -171,6 +209,10 @@ class Clairvoyant:
         if lost <= 0 or len(served.conversation.turns) == 1:
             return 0.0
         return site.machine.profile.cold_ttft(min(lost, last.prompt))
+
+
+def _over(ratio: float) -> float:
+    return (ratio - 0.7) ** 2 if ratio > 0.7 else 0.0
 
 
 def _may(facts: RequestFacts, view: BackendView) -> bool:

@@ -88,7 +88,8 @@ class Contest:
         return capacity(goodput, self.guess(), goal=GOAL)
 
     def guess(self) -> float:
-        """Requests a second at which prefill of new tokens and decoding fill the machines to two thirds."""
+        """Requests a second at which prefill of new tokens fills a quarter of the machines' time, or decoding nearly all
+        of it: where to begin the search."""
         traffic = self.source.traffic(1.0, Random(self.seed), seconds=1000.0)
         turns = [turn for conversation in traffic.conversations for turn in conversation.turns]
         total = 0.0
@@ -97,8 +98,8 @@ class Contest:
             prefill = sum(p.cold_ttft(turn.prompt) - p.cold_ttft(turn.prompt - turn.new) for turn in turns)
             context = sum(turn.prompt for turn in turns) / len(turns)
             decode = sum(turn.output for turn in turns) / p.aggregate_rate(32, context)
-            total += len(turns) / (prefill + decode)
-        return total * 2 / 3
+            total += len(turns) / max(4.0 * prefill, 1.1 * decode)
+        return total
 
     def run(
         self, policy: str, make: Make | None, rate: float, load: float | None = None, *, calm: bool = False

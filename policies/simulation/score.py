@@ -16,8 +16,9 @@ from policies import profile as profiles
 from policies.filters import speculation, tier
 from policies.params import RouterParams
 from policies.simulation.facts import facts_of
+from policies.simulation.players import member
 from policies.simulation.values import End, Machine, Served
-from policies.types import BackendView, Slo
+from policies.types import BackendView, Slo, Tier
 
 Judge = Callable[[Served], bool]
 SLO = Slo()
@@ -54,19 +55,20 @@ def judge(machines: Iterable[Machine], slo: Slo = SLO) -> Judge:
 
 def violations(served: Iterable[Served], machines: Mapping[str, Machine]) -> int:
     """Turns that ran on a backend that their tier excludes."""
+    wrong: dict[tuple[str, Tier], bool] = {}
     count = 0
     for one in served:
         if one.machine is None:
             continue
-        p = profiles.get(machines[one.machine].profile)
-        view = BackendView(
-            one.machine,
-            reference=p.quality.reference,
-            kl_bits=p.quality.kl_bits,
-            speculates=p.measured.speculation.draft_tokens > 0,
-        )
-        facts = facts_of(one.conversation, one.turn, 1)
-        count += any(f(facts, view, RouterParams()) is not None for f in (tier, speculation))
+        key = one.machine, one.conversation.tier
+        if key not in wrong:
+            own = member(machines[one.machine])
+            view = BackendView(
+                own.name, reference=own.reference, kl_bits=own.kl_bits, speculates=bool(own.speculates)
+            )
+            facts = facts_of(one.conversation, one.turn, 1)
+            wrong[key] = any(f(facts, view, RouterParams()) is not None for f in (tier, speculation))
+        count += wrong[key]
     return count
 
 
