@@ -14,11 +14,12 @@ A backend is closed for a request, for now, while one of these holds (an idle on
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from math import ceil, exp, inf
 from random import Random
 
 from policies.fleet import Fleet
-from policies.lines import Line, Waiting
+from policies.lines import Line, Side, Waiting
 from policies.params import PolicyParams
 from policies.router import Router
 from policies.state import State
@@ -38,6 +39,8 @@ from policies.types import (
 _NONE: frozenset[str] = frozenset()
 LOOK = 4
 """How many of a line are tried when its first cannot go."""
+SOONEST = 0.01
+"""Seconds between two looks without an event, at least."""
 RATE_SECONDS = 20.0
 """Over how long the rate at which the line moves is averaged."""
 
@@ -50,6 +53,8 @@ class Admission:
         self._lines: dict[tuple[str, int], Line] = {}
         self._waiting: dict[int, Waiting] = {}
         self._version = -1
+        self._untils: list[tuple[float, int]] = []
+        self._opens_at = inf
         self._gone, self._gone_at = 0.0, 0.0
         self.configure(0.0, router, params)
 
@@ -74,7 +79,7 @@ class Admission:
         one = Waiting(id, facts, names, pinned, now, talk is not None and talk.turns > 0)
         line = self._lines.get(_line(facts))
         go, decision, views = None, None, None
-        if line is None or not (line.running if one.running else len(line)):
+        if line is None or not line.before(one):
             go, decision, views = self._try(now, one)
             if go is not None:
                 return go
@@ -114,18 +119,22 @@ class Admission:
         if not self._waiting:
             return out
         self._expire(now, out)
-        if self._version == self._fleet.version:
+        if self._version == self._fleet.version and now < self._opens_at:
             return out
         self._fleet.talks.sweep(now)
         for line in self._in_order():
-            for side in (line.running, line.new):
+            for side in line.sides:
                 self._serve(now, line, side, out)
         self._version = self._fleet.version
+        self._opens_at = self._next_opening(now)
         return out
 
     def next_event_at(self) -> float | None:
         """When `advance` has something to say if nothing else happens; None: not before an event."""
-        return min([one.until for one in self._waiting.values()], default=None)
+        untils = self._untils
+        while untils and untils[0][1] not in self._waiting:
+            heappop(untils)
+        return min(untils[0][0], self._opens_at) if untils else None
 
     def withdraw(self, now: float, id: int) -> None:
         """Who waited has left."""
@@ -142,8 +151,7 @@ class Admission:
     def _try(self, now: float, one: Waiting) -> tuple[Go | None, Decision, tuple[BackendView, ...]]:
         """Go where it is best if that is open. If it is not: elsewhere, unless waiting for it is predicted to be sooner."""
         facts, gate = one.facts, self._gate
-        slo = facts.tier.slo
-        most = slo.tpot_seconds * gate.tpot_margin if slo is not None else inf
+        most = self._slowest(facts)
         fresh = not one.running and self._fleet.talks.key(facts) is not None
 
         def hold(state: State, forecast: Forecast, tokens: float) -> bool:
@@ -166,17 +174,14 @@ class Admission:
             if drop.reason is DropReason.HELD:
                 other = next(view for view in views if view.name == drop.backend)
                 assert other.forecast is not None
-                if other.forecast.cost + gate.ahead_seconds < chosen.forecast.cost and not self._hurry(
-                    now, one, chosen, other
-                ):
+                if other.forecast.cost + gate.ahead_seconds < chosen.forecast.cost:
                     return None, Decision(None, None, (drop,)), views
         return self._go(now, one.id, facts, views, decision), decision, views
 
-    def _hurry(self, now: float, one: Waiting, chosen: BackendView, other: BackendView) -> bool:
-        """Only the open one would still be in time."""
-        assert chosen.forecast is not None
-        assert other.forecast is not None
-        return now + other.forecast.ttft > one.due >= now + chosen.forecast.ttft > 0 and one.due > 0
+    def _slowest(self, facts: RequestFacts) -> float:
+        """Seconds per token that a backend may be filled to."""
+        slo = facts.tier.slo
+        return slo.tpot_seconds * self._gate.tpot_margin if slo is not None else inf
 
     def _crowded(self, now: float, state: State, facts: RequestFacts) -> bool:
         """A new conversation would be one too many there."""
@@ -199,6 +204,7 @@ class Admission:
     ) -> Go:
         view = next(view for view in views if view.name == decision.backend)
         self._fleet.begin(now, id, view.name, facts, view)
+        self._left(now)
         return Go(decision, view)
 
     # -- waiting
@@ -206,17 +212,7 @@ class Admission:
     def _wait(self, now: float, one: Waiting, views: tuple[BackendView, ...], decision: Decision) -> Verdict:
         """In line, if its turn comes in time; else turned away at once."""
         facts, gate = one.facts, self._gate
-        promise = self._fleet.promise(facts, views)
-        one.due = now + (promise if promise is not None else gate.wait_seconds)
-        if facts.deadline is not None:
-            one.due = facts.deadline
-        starts = [view.forecast.prefill for view in views if view.forecast is not None]
-        start = min(starts, default=0.0)
-        one.cost = max(0.05, start)
-        one.until = one.due - start
-        if one.running and facts.deadline is None:
-            # Ending a conversation loses all its turns to come; late is better.
-            one.until = max(one.until, now + gate.wait_seconds)
+        self._date(now, one, views)
         key = _line(facts)
         line = self._lines.get(key)
         if line is None:
@@ -224,25 +220,62 @@ class Admission:
         wait = self._drain(now, one, line, views)
         if len(line) >= gate.queue:
             return self._refuse(now, one, ShedReason.QUEUE_FULL, decision, wait)
-        if now + wait > one.until:
+        if now + wait > (one.until if one.running else one.due):
             return self._refuse(now, one, ShedReason.TOO_LATE, decision, wait)
         line.add(one)
         self._waiting[one.id] = one
+        heappush(self._untils, (min(one.due, one.until), one.id))
         return Wait(wait, one.reason)
+
+    def _date(self, now: float, one: Waiting, views: tuple[BackendView, ...]) -> None:
+        """Until when it must start, and until when it waits."""
+        if one.promise:
+            return
+        facts, gate = one.facts, self._gate
+        promise = self._fleet.promise(facts, views)
+        at = one.since + (promise if promise is not None else gate.wait_seconds)
+        if facts.deadline is not None:
+            at = facts.deadline
+        starts = [view.forecast.prefill for view in views if view.forecast is not None]
+        start = min(starts, default=0.0)
+        one.promise = at
+        one.cost = max(0.05, start)
+        one.due = max(at - start - gate.ahead_seconds, one.since + gate.ahead_seconds)
+        one.until = at
+        if facts.deadline is None:
+            # Ending a conversation loses all its turns to come; late is better.
+            late = gate.wait_seconds if one.running else gate.late_seconds
+            one.until = max(one.due + late, one.since + late)
 
     def _drain(self, now: float, one: Waiting, line: Line, views: tuple[BackendView, ...]) -> float:
         """Seconds until it starts, predicted: those before it ÷ the rate at which they have been going."""
-        ahead = sum(len(ones) for ones in line.running.values())
-        if not one.running:
-            ahead += sum(len(ones) for ones in line.new.values())
+        ahead = line.before(one)
         queues = [view.forecast.queue for view in views if view.forecast is not None]
         least = max(0.0, min(queues, default=0.0) - self._gate.ahead_seconds)
         rate = self._rate(now)
         return max(least, ahead / rate if rate > 0 and ahead else 0.0)
 
     def _rate(self, now: float) -> float:
-        """Requests per second that have left the lines, recently."""
-        return self._gone / RATE_SECONDS * exp((self._gone_at - now) / RATE_SECONDS)
+        """Requests per second that the fleet takes: as many as have begun lately, or as will end soon, if that is more."""
+        begun = self._gone / RATE_SECONDS * exp((self._gone_at - now) / RATE_SECONDS)
+        return max(begun, self._fleet.ending(now))
+
+    def _next_opening(self, now: float) -> float:
+        """When, without any event, enough prefill is done somewhere for one more."""
+        best = inf
+        for state in self._fleet.states.values():
+            over = state.queue(now) - self._gate.ahead_seconds
+            if 0 < over < best and state.healthy:
+                best = over
+        return now + max(best, SOONEST)
+
+    def _closed(self, now: float, state: State, most: float) -> bool:
+        """Closed to whoever asks."""
+        return bool(state.running) and (
+            state.queue(now) > self._gate.ahead_seconds
+            or state.tpot_more(now) > most
+            or state.held_tokens >= state.member.kv_tokens
+        )
 
     def _left(self, now: float) -> None:
         self._gone = self._gone * exp((self._gone_at - now) / RATE_SECONDS) + 1.0
@@ -252,15 +285,18 @@ class Admission:
         """Higher priority first; of one priority the tier whose first has waited longest."""
         keys = sorted(
             [key for key, line in self._lines.items() if len(line)],
-            key=lambda key: (-key[1], min(one.since for one in self._lines[key])),
+            key=lambda key: (-key[1], self._lines[key].oldest()),
         )
         return [self._lines[key] for key in keys]
 
-    def _serve(
-        self, now: float, line: Line, side: dict[str, dict[int, Waiting]], out: list[tuple[int, Verdict]]
-    ) -> None:
+    def _serve(self, now: float, line: Line, side: Side, out: list[tuple[int, Verdict]]) -> None:
         while side:
-            for one in list(line.heads(side, LOOK)):
+            first = next(iter(next(iter(side.values())).values()))
+            most = self._slowest(first.facts)
+            states = self._fleet.states
+            if all(self._closed(now, states[name], most) for name in first.names):
+                return
+            for one in line.heads(side, LOOK):
                 go, decision, _ = self._try(now, one)
                 if go is None and not decision.only_full():
                     self._remove(one, served=False)
@@ -268,14 +304,22 @@ class Admission:
                     break
                 if go is not None:
                     self._remove(one, served=True)
-                    self._left(now)
                     out.append((one.id, go))
                     break
             else:
                 return
 
     def _expire(self, now: float, out: list[tuple[int, Verdict]]) -> None:
-        for one in [one for one in self._waiting.values() if one.until <= now]:
+        untils = self._untils
+        while untils and untils[0][0] <= now:
+            gone = self._waiting.get(heappop(untils)[1])
+            if gone is None:
+                continue
+            one = gone
+            if now < one.until:
+                self._lines[_line(one.facts)].is_late(one)
+                heappush(untils, (one.until, one.id))
+                continue
             self._remove(one, served=False)
             views = self._fleet.views(now, one.facts, one.names)
             decision = Decision(None, None)

@@ -39,6 +39,7 @@ class Fleet:
         """Grows with everything that may let a waiting request go."""
         self._where: dict[int, State] = {}
         self._turn = 0
+        self._duration = 0.0
         self._outputs: dict[tuple[str, bool, bool], float] = {}
         self.configure(0.0, members, params)
 
@@ -82,6 +83,11 @@ class Fleet:
             return facts.expected_output
         usual = self._outputs.get(_kind(facts), self.params.predict.usual_output)
         return max(1.0, min(usual, facts.output_tokens or usual))
+
+    def ending(self, now: float) -> float:
+        """Requests per second that are predicted to end: those running ÷ how long such ones took lately."""
+        running = sum([len(state.running) for state in self.states.values()])
+        return running / self._duration if self._duration > 0 else 0.0
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.states)
@@ -141,6 +147,9 @@ class Fleet:
             kind = _kind(facts)
             usual = self._outputs.get(kind, float(result.completion_tokens))
             self._outputs[kind] = usual + USUAL_WEIGHT * (result.completion_tokens - usual)
+        if result.ok:
+            took = now - running.begun
+            self._duration += USUAL_WEIGHT * (took - self._duration) if self._duration else took
         context = facts.prompt.tokens + answer
         if running.talk is not None:
             self.talks.finish(now, running.talk, context)
@@ -244,14 +253,14 @@ class Fleet:
         if demotion:
             f = forecast
             forecast = Forecast(f.queue, f.prefill, f.tpot, f.decode, f.harm, demotion)
-        beyond = member.collapses_beyond
+        beyond = state.collapses_beyond
         return BackendView(
             member.name,
             state.healthy,
             state.draining,
             member.reference,
             member.kl_bits,
-            member.usable_window,
+            state.window,
             self._places(now, state),
             member.kv_tokens,
             len(state.running),

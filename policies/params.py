@@ -44,7 +44,7 @@ class PredictParams:
     every answer there went wrong that went right at its peers'; integrity_answers: seen before it counts.
     """
 
-    harm_weight: float = 1.0
+    harm_weight: float = 0.3
     decode_weight: float = 1.0
     usual_output: float = 300.0
     stall_seconds: float = 20.0
@@ -116,19 +116,21 @@ class WorkingSetParams:
 class AdmissionParams:
     """ahead_seconds: prefill that may stand before a request on a backend; more waits in the gate, where it can be
     overtaken. tpot_margin: of the SLO's time per token that a backend may be filled to. queue: how many wait in one line
-    (tier and priority). wait_seconds: the longest wait of who has no deadline, and of a running conversation's turn.
-    late_seconds: how late a turn of a running conversation may be before its wait ends. weights: of shares (tenants) in
-    the fair share, 1 for others.
+    (tier and priority). wait_seconds: the longest wait of who has no deadline, and how late a turn of a running
+    conversation may be. late_seconds: how late any other request may be that was expected to be in time. weights: of
+    shares (tenants) in the fair share, 1 for others.
     """
 
     ahead_seconds: float = 0.5
     tpot_margin: float = 0.9
     queue: int = 256
     wait_seconds: float = 60.0
+    late_seconds: float = 4.0
     weights: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         _above_zero(self, "ahead_seconds", "tpot_margin", "wait_seconds")
+        _at_least_zero(self, "late_seconds")
         if self.queue < 1:
             raise ValueError("queue must be 1 or more")
         if any(not weight > 0 for _, weight in self.weights):

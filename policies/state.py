@@ -21,6 +21,10 @@ SHORT = 16
 """Fewer tokens than this say nothing of a rate."""
 
 
+LONG = 1.0
+"""Seconds of one cold prefill that count in the stalled share: a longer one is over and done, no rate to go by."""
+
+
 class Running:
     """A request on a backend. start: predicted seconds of its own prefill, `warm` and `cold` of it without corrections.
     output: tokens expected. clock: the decode clock when it got its first token."""
@@ -48,6 +52,7 @@ class State:
         self.draining = False
         self.in_flight_tokens = 0
         self.held_tokens = 0.0  # prompt and expected answer of those running
+        self.prompts = 0  # tokens of the prompts of those running
         self.outputs = 0.0  # answers expected of those running
         self.turn = 0
         self.running: dict[int, Running] = {}
@@ -84,6 +89,9 @@ class State:
                 correction.forget()
         if hasattr(self, "cache"):
             self.cache.capacity = member.kv_tokens
+        self.window, self.collapses_beyond = member.usable_window, member.collapses_beyond
+        drafts = profile is not None and profile.measured.speculation.draft_tokens > 0
+        self.speculates = drafts if member.speculates is None else member.speculates
         self._per_step = profile.tokens_per_step if profile is not None else None
         self._dirty = True
 
@@ -121,8 +129,7 @@ class State:
         fade = 1.0 - (now - self.polled_at) / self.params.router.fresh_seconds
         more = self.excess * fade if self.excess and fade > 0 else 0.0
         if streams + more < 4:
-            held = sum([r.facts.prompt.tokens for r in self.running.values()])
-            tpot = self.speed.tpot(streams + more + 1, (held + context) / (streams + 1))
+            tpot = self.speed.tpot(streams + more + 1, (self.prompts + context) / (streams + 1))
         elif more:
             tpot = self.speed.tpot(streams + more + 1, context)
         else:
@@ -141,6 +148,12 @@ class State:
         return Forecast(
             queue, prefill, tpot, predict.decode_weight * output * tpot, predict.harm_weight * harm
         )
+
+    def tpot_more(self, now: float) -> float:
+        """Seconds per token with one more stream like those here."""
+        if self._dirty:
+            self._refresh(now)
+        return self._tpot_more * self.decode.factor / (1.0 - self.stalled(now))
 
     def stalled(self, now: float) -> float:
         """Share of its recent time in which cold prefill kept streams from decoding, 0..0.8."""
@@ -162,9 +175,10 @@ class State:
         self.pending[id] = running
         running.start = running.forecast.prefill
         self._pending_seconds += running.start
-        self._stalled += running.cold
+        self._stalled += min(running.cold, LONG)
         self._worked += running.start
         self.in_flight_tokens += running.facts.context_tokens
+        self.prompts += running.facts.prompt.tokens
         self.held_tokens += running.facts.prompt.tokens + running.output
         self.outputs += running.output
 
@@ -186,6 +200,7 @@ class State:
         elif result.ok and result.completion_tokens and result.completion_tokens > SHORT:
             self._learn_decode(now, running, result.completion_tokens - 1)
         self.in_flight_tokens -= running.facts.context_tokens
+        self.prompts -= running.facts.prompt.tokens
         self.held_tokens -= running.facts.prompt.tokens + running.output
         self.outputs -= running.output
         if not self.running:
@@ -220,11 +235,10 @@ class State:
         self._dirty = False
         streams = len(self.running)
         decoding = streams - len(self.pending)
-        held = sum([r.facts.prompt.tokens for r in self.running.values()])
-        context = held / streams if streams else 0.0
+        context = self.prompts / streams if streams else 0.0
         self._tpot = self.speed.tpot(streams, context) if streams else 0.0
         self._tpot_more = self.speed.tpot(streams + 1, context)
-        alone = self.speed.tpot(decoding, context) if decoding else 0.0
+        alone = self._tpot if decoding == streams else self.speed.tpot(decoding, context) if decoding else 0.0
         self._step = alone * (self._per_step(context) if self._per_step is not None else 1.0)
         self._pace = 1.0 / alone if alone else 0.0
         if decoding and self.pending:
@@ -269,10 +283,3 @@ class State:
             self.speed.saw_decode(len(self.running) + 1, running.facts.prompt.tokens, seconds)
         else:
             self.decode.observe(1.0, ratio, 0.1)
-
-    @property
-    def speculates(self) -> bool:
-        if self.member.speculates is not None:
-            return self.member.speculates
-        profile = self.member.profile
-        return profile is not None and profile.measured.speculation.draft_tokens > 0

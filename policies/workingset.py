@@ -42,7 +42,19 @@ class WorkingSet:
     """patience: seconds after which one that has not returned is idle. usual: tokens that a conversation holds, as a mean
     over turns. Both learned."""
 
-    __slots__ = ("_ends", "_returns", "_talks", "_waiting", "live", "params", "patience", "tokens", "usual")
+    __slots__ = (
+        "_answer",
+        "_asked",
+        "_ends",
+        "_returns",
+        "_talks",
+        "_waiting",
+        "live",
+        "params",
+        "patience",
+        "tokens",
+        "usual",
+    )
 
     def __init__(self, params: WorkingSetParams) -> None:
         self.params = params
@@ -50,6 +62,8 @@ class WorkingSet:
         self.usual = 0.0
         self.live: dict[str, int] = {}
         self.tokens: dict[str, float] = {}
+        self._asked: RequestFacts | None = None  # the last one, asked several times in a row
+        self._answer: str | None = None
         self._talks: OrderedDict[str, Talk] = OrderedDict()
         self._ends: dict[int, str] = {}
         self._waiting: OrderedDict[str, Talk] = OrderedDict()  # live, no turn running, by the time it ended
@@ -62,6 +76,11 @@ class WorkingSet:
         """Whose turn this is; None: nothing tells, it is a request of its own."""
         if facts.conversation is not None:
             return facts.conversation
+        if facts is not self._asked:
+            self._asked, self._answer = facts, self._find(facts)
+        return self._answer
+
+    def _find(self, facts: RequestFacts) -> str | None:
         for link in reversed(facts.prefix):
             known = self._ends.get(link)
             if known is not None:
