@@ -138,7 +138,7 @@ def score(
     return Score(
         offered=len(mine) + lost,
         met=sum(map(met, mine)),
-        seconds=min(until, last) - since,
+        seconds=(last if until == inf else until) - since,
         answered=len(answered),
         shed=ends[End.SHED],
         failed=ends[End.FAILED],
