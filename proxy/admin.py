@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import orjson
@@ -17,6 +18,8 @@ from aiohttp import web
 from proxy import __version__
 from proxy.access import KeyRing
 from proxy.config import Config, effective
+from proxy.explain import Memory
+from proxy.reload import Reloaded
 from proxy.wire.errors import Api, ErrorInfo, openai_type, render_body
 
 log = logging.getLogger("tierline.admin")
@@ -43,15 +46,46 @@ class Exposition(Protocol):
     def render(self) -> tuple[bytes, str]: ...
 
 
-def admin_app(config: Config, pool: PoolAdmin, metrics: Exposition) -> web.Application:
+class PolicyAdmin(Protocol):
+    """What is in force, and how to change it."""
+
+    config: Config
+
+    def reload(self, why: str) -> Reloaded: ...
+
+
+class Stories(Protocol):
+    def find(self, request_id: str) -> dict[str, object] | None: ...
+
+
+@dataclass(slots=True)
+class Unchanging:
+    """A configuration that did not come from a file."""
+
+    config: Config
+
+    def reload(self, why: str) -> Reloaded:
+        return Reloaded(self.config.policy_digest, (), ("the configuration did not come from a file",))
+
+
+def admin_app(
+    config: Config,
+    pool: PoolAdmin,
+    metrics: Exposition,
+    policy: PolicyAdmin | None = None,
+    stories: Stories | None = None,
+) -> web.Application:
     """The routes, with their key and their errors."""
     key = config.admin.key
-    admin = Admin(config, pool, metrics, KeyRing([(ADMIN_KEY_NAME, key.digest)] if key is not None else []))
+    keys = KeyRing([(ADMIN_KEY_NAME, key.digest)] if key is not None else [])
+    admin = Admin(pool, metrics, keys, policy or Unchanging(config), stories or Memory())
     app = web.Application(middlewares=[admin.guard])
     app.router.add_get("/health", admin.health)
     app.router.add_get("/version", admin.version)
     app.router.add_get("/admin/backends", admin.backends)
     app.router.add_get("/admin/config", admin.config)
+    app.router.add_post("/admin/reload", admin.reload)
+    app.router.add_get("/admin/explain/{request_id}", admin.explain)
     app.router.add_post("/admin/backends/{name}/drain", admin.drain)
     app.router.add_post("/admin/backends/{name}/undrain", admin.undrain)
     if config.admin.metrics_on in ("admin", "both"):
@@ -62,8 +96,16 @@ def admin_app(config: Config, pool: PoolAdmin, metrics: Exposition) -> web.Appli
 class Admin:
     """The handlers. Bodies are JSON, but for /metrics."""
 
-    def __init__(self, config: Config, pool: PoolAdmin, metrics: Exposition, keys: KeyRing) -> None:
-        self._config = config
+    def __init__(
+        self,
+        pool: PoolAdmin,
+        metrics: Exposition,
+        keys: KeyRing,
+        policy: PolicyAdmin,
+        stories: Stories,
+    ) -> None:
+        self._policy = policy
+        self._stories = stories
         self._pool = pool
         self._metrics = metrics
         self._keys = keys
@@ -96,7 +138,22 @@ class Admin:
         return _json({"backends": list(self._pool.snapshot())})
 
     async def config(self, request: web.Request) -> web.Response:
-        return _json(effective(self._config))
+        return _json({**effective(self._policy.config), "policy_digest": self._policy.config.policy_digest})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        who = self._keys.identify(request.headers) or "without key"
+        done = self._policy.reload(f"asked by {who} from {request.remote}")
+        if done.problems:
+            return _error(409, "; ".join(done.problems), "config_refused")
+        return _json({"policy": done.policy, "changed": list(done.changed)})
+
+    async def explain(self, request: web.Request) -> web.Response:
+        ident = request.match_info["request_id"]
+        story = self._stories.find(ident)
+        if story is None:
+            message = f"Nothing is remembered of request {ident[:200]!r}: only the last ones are."
+            return _error(404, message, "request_not_found", param="request_id")
+        return _json(story)
 
     async def metrics(self, request: web.Request) -> web.Response:
         body, content_type = self._metrics.render()

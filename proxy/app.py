@@ -11,20 +11,23 @@ import gc
 import logging
 import signal
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from policies import Router
+from policies.trace import TracingRouter
 from proxy.access import KeyRing
 from proxy.admin import admin_app
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
 from proxy.config import Backend as BackendConfig
 from proxy.config import Config
+from proxy.explain import Memory
 from proxy.front import Server
+from proxy.gate import Gate
 from proxy.handler import Gateway
 from proxy.headers import Cors
 from proxy.health import HealthPoller
@@ -33,6 +36,8 @@ from proxy.metrics import Metrics
 from proxy.owners import Owners
 from proxy.pool import Backend, BackendSpec, Pool
 from proxy.record import FileWriter, Recorder, Write, write_stdout
+from proxy.reload import Reloader
+from proxy.tokenizer import Tokenizer
 from proxy.upstream import ConnectionPool
 
 log = logging.getLogger("tierline")
@@ -44,29 +49,45 @@ END_SECONDS = 5.0
 class App:
     """The gateway as a thing that can be started and stopped; tests use it just like `run`."""
 
-    def __init__(self, config: Config, clock: Clock | None = None, rng: Random | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock | None = None,
+        rng: Random | None = None,
+        path: Path | None = None,
+    ) -> None:
         self.config = config
         self.clock = clock or LoopClock()
+        self.reloader = Reloader(config, path, self.configure, self.clock)
+        self._watch: asyncio.Task[None] | None = None
         self._write = _writer(config)
         self.recorder = Recorder(self.clock, self._write)
         self.pool = Pool(
             [_backend(config, backend, self.clock) for backend in config.backends],
             self.clock,
             config.health.breaker,
+            config.policy_params,
         )
         self.metrics = Metrics(config, self.pool.snapshot, self.recorder)
         on_data = config.admin.metrics_on in ("data", "both")
         self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
         owners = Owners()
+        self.gate = Gate(self.clock, self.pool.fleet, _router(config), config.policy_params, rng or Random())
+        self.pool.changed = self.gate.pump
+        self.metrics.waiting = self.gate.waiting
         self.gateway = Gateway(
             clock=self.clock,
-            rng=rng or Random(),
             classifier=Classifier(config, self.pool, owners),
-            router=Router(config.policy.router),
+            gate=self.gate,
+            tokenizer=Tokenizer(self.clock),
+            memory=Memory(),
+            policy=config.policy_digest,
+            keeps_decisions=config.telemetry.decisions,
+            admin_keys=KeyRing([("admin", config.admin.key.digest)] if config.admin.key is not None else []),
             retry=config.policy.retry,
             pool=self.pool,
             timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
-            keys=KeyRing((key.name, key.digest or "") for key in config.server.keys),
+            keys=_keys(config),
             public_paths=frozenset(config.server.public_paths),
             body_timeout=config.server.body_timeout,
             cors=Cors(config.server.cors_origins),
@@ -75,6 +96,7 @@ class App:
             metrics=self.metrics,
             recorder=self.recorder,
         )
+        self.metrics.estimate_errors = self._estimate_errors
         self.health = HealthPoller(config, self.clock, self.pool)
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
@@ -98,7 +120,7 @@ class App:
             )
             if config.admin.enabled:
                 runner = web.AppRunner(
-                    admin_app(config, self.pool, self.metrics),
+                    admin_app(config, self.pool, self.metrics, self.reloader, self.gateway.memory),
                     access_log=None,
                     handle_signals=False,
                     shutdown_timeout=1.0,
@@ -108,6 +130,23 @@ class App:
             await self.close()
             raise
         self.health.start()
+        if config.server.watch_config:
+            self._watch = asyncio.get_running_loop().create_task(self.reloader.watch(), name="watch config")
+
+    def configure(self, config: Config) -> None:
+        """Put another configuration in force, in one step. Only what `reload.RELOADABLE` names may differ."""
+        gateway = self.gateway
+        self.config = config
+        self.pool.configure(config.policy_params)
+        gateway.classifier = gateway.classifier.configured(config)
+        gateway.retry = config.policy.retry
+        gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
+        gateway.keys = _keys(config)
+        gateway.policy = config.policy_digest
+        gateway.keeps_decisions = config.telemetry.decisions
+        self.local.configure(config)
+        self.metrics.configure(config)
+        self.gate.configure(_router(config), config.policy_params)
 
     async def _listen(self, runner: web.BaseRunner, host: str, port: int) -> int:
         await runner.setup()
@@ -117,6 +156,11 @@ class App:
         self._sites.append(site)
         address: tuple[str, int] = runner.addresses[0]
         return address[1]
+
+    def _estimate_errors(self) -> Iterator[tuple[str, str, float]]:
+        for model, calibration in self.gateway.classifier.calibrations.items():
+            for kind, error in calibration.errors().items():
+                yield model, kind.value, error
 
     async def drain(self) -> None:
         """Accept nothing new, let what runs finish until the limit, then end it in-band."""
@@ -143,6 +187,10 @@ class App:
 
     async def close(self) -> None:
         """Close everything, at once. Safe after a failed start."""
+        self.gate.close()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         await self.health.stop()
         for runner in reversed(self._runners):
             await runner.cleanup()
@@ -150,6 +198,14 @@ class App:
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()
+
+
+def _keys(config: Config) -> KeyRing:
+    return KeyRing((key.name, key.digest or "") for key in config.server.keys)
+
+
+def _router(config: Config) -> TracingRouter:
+    return TracingRouter(config.policy.router, config.policy.ranking, exact=config.telemetry.decisions)
 
 
 def _writer(config: Config) -> Write | None:
@@ -190,6 +246,8 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
         kv_tokens=backend.limits.kv_tokens,
         stream_usage=backend.stream_usage,
         profile=backend.measured,
+        speculates=backend.speculates,
+        remote=backend.remote,
         parser=backend.parser,
         reasoning_parser=backend.reasoning_parser,
         enforces_choice=backend.enforces_choice,
@@ -198,12 +256,13 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
     return Backend(spec, connections)
 
 
-async def _serve(config: Config) -> int:
-    app = App(config)
+async def _serve(config: Config, path: Path | None) -> int:
+    app = App(config, path=path)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sign, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, app.reloader.reload, "SIGHUP")
     await app.start()
     # What start-up made lives as long as the process: the collector need not look at it again.
     gc.collect()
@@ -221,10 +280,12 @@ async def _serve(config: Config) -> int:
     return 0
 
 
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit code; raises OSError when an address cannot be had."""
+def run(config: Config, path: Path | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; SIGHUP reads `path` again.
+
+    Returns the exit code; raises OSError when an address cannot be had."""
     with asyncio.Runner(loop_factory=_loop_factory(config.server.uvloop)) as runner:
-        return runner.run(_serve(config))
+        return runner.run(_serve(config, path))
 
 
 def _loop_factory(choice: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from policies import Failure
 from proxy.errors import Outcome
 from proxy.upstream import Headers
 from proxy.wire.errors import Api
@@ -77,3 +78,15 @@ class Plan:
     limits: Limits
     reader: Callable[[], StreamReader] | None = None
     """Reads the stream in place of the endpoint's plain reader."""
+
+
+FAILURES = {
+    FaultKind.STALE: Failure.REUSED,
+    FaultKind.CUT: Failure.CUT,
+    FaultKind.EMPTY: Failure.CUT,
+    FaultKind.ABORTED: Failure.ERROR,
+    FaultKind.MALFORMED: Failure.MALFORMED,
+    FaultKind.TIMEOUT: Failure.TIMEOUT,
+    FaultKind.NO_CALL: Failure.NO_CALL,
+}
+"""What a fault means for a retry; one that is not here ends the request."""

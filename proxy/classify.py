@@ -14,9 +14,11 @@ from functools import partial
 from aiohttp import web
 
 from policies import PromptSizes, RequestFacts, RouterParams, Tier, estimate_prompt
+from policies.calibrate import UNKNOWN_ERROR, Calibration, Mix
 from policies.filters import tier as tier_filter
 from policies.types import ContextEstimate
 from proxy.attempt import Limits, Plan
+from proxy.config import SESSION_HEADERS as SESSION_HEADERS
 from proxy.config import Config, ModelRoute, Timeouts
 from proxy.endpoints import RESPONSES_PREFIX, Body, Endpoint
 from proxy.errors import Outcome, ProxyError
@@ -28,13 +30,18 @@ from proxy.toolwork import ToolWork, history_edits, nudge, thinking_edits
 from proxy.wire.body import BodyError
 from proxy.wire.coerce import Toolset
 from proxy.wire.errors import Api
+from proxy.wire.mix import count_mix
 from proxy.wire.multipart import Form, read_form
+from proxy.wire.prefix import LINK_BYTES, NO_PREFIX, read_prefix
 from proxy.wire.request import RequestBody, read_request
 from proxy.wire.splice import Edit, apply, default, override
 from proxy.wire.toolrender import ToolFormat
 
-SESSION_HEADERS = ("x-session-id", "session-id", "session_id", "x-claude-code-session-id")
-"""Where clients and agents say which conversation a request belongs to; the first one found counts."""
+DEADLINE_HEADER = "x-tierline-deadline"
+PRIORITY_HEADER = "x-tierline-priority"
+MOST_SECONDS = 86_400.0
+NEAR = 2.0
+"""So many times the error that one estimate in ten exceeds is near a limit: there the backend's tokenizer is asked."""
 
 TOOL_FORMATS = tuple(form.value for form in ToolFormat)
 
@@ -48,7 +55,8 @@ _NOTHING = ContextEstimate(0, 0, 0)
 @dataclass(frozen=True, slots=True)
 class Classified:
     """A request as routing and relay need it. body: its parsed spans; None when it has none. pinned: the backend
-    that holds what the request refers to. work: what its tools mean, if it has any."""
+    that holds what the request refers to. work: what its tools mean, if it has any. mix: what its text is made of; None:
+    nothing to learn from. near: a backend whose window the prompt is so near to that its tokenizer should be asked."""
 
     facts: RequestFacts
     route: ModelRoute
@@ -56,18 +64,31 @@ class Classified:
     body: RequestBody | Form | None
     pinned: str | None
     work: ToolWork | None = None
+    mix: Mix | None = None
+    near: str | None = None
 
 
 class Classifier:
-    def __init__(self, config: Config, pool: Pool, owners: Owners) -> None:
+    """`calibrations`: by model, kept over reloads."""
+
+    def __init__(
+        self, config: Config, pool: Pool, owners: Owners, calibrations: dict[str, Calibration] | None = None
+    ) -> None:
         self._config = config
+        self.calibrations = calibrations if calibrations is not None else {}
         self._pool = pool
         self._owners = owners
+        self._session_headers = config.server.session_headers
+        self._priorities = {key.name: key.priority for key in config.server.keys}
         self._formats = {key.name: key.tool_format for key in config.server.keys if key.tool_format}
         self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
         self._edits = {name: _route_edits(route) for name, route in config.routes.items()}
         targets = [name for name, model in config.models.items() if model.alias_of is None]
         self._only = targets[0] if len(targets) == 1 else None
+
+    def configured(self, config: Config) -> Classifier:
+        """One for another configuration, with what was learned."""
+        return Classifier(config, self._pool, self._owners, self.calibrations)
 
     def classify(
         self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record
@@ -90,14 +111,19 @@ class Classifier:
         record.model, record.target = route.name, route.target
         tier = self._tier(request, route, record)
         prompt, output = _NOTHING, 0
-        session = next((v for name in SESSION_HEADERS if (v := request.headers.get(name))), None)
-        pinned = None
+        session = next((v for name in self._session_headers if (v := request.headers.get(name))), None)
+        pinned = near = mix = None
+        prefix, link_tokens = NO_PREFIX, 0.0
         if isinstance(body, RequestBody):
             record.tools = body.tools
             session = session or body.session
-            prompt = self._estimate(body, route, tier)
+            prompt, mix, near = self._estimate(body, route, tier, record)
             if endpoint.generates:
                 output = body.max_output_tokens or self._config.policy.output_reserve_tokens
+                prefix = read_prefix(body, route.target)
+                if prefix.links:
+                    size = body.sizes.text_bytes - body.sizes.media_bytes + body.sizes.tools_bytes
+                    link_tokens = prompt.tokens * LINK_BYTES / max(size, LINK_BYTES)
             if body.previous_response_id is not None:
                 pinned = self._owner(body.previous_response_id, route)
         if session is not None:
@@ -106,8 +132,32 @@ class Classifier:
             ).hexdigest()
         record.prompt_tokens_estimate = prompt.tokens
         record.prompt_tokens_low, record.prompt_tokens_high = prompt.low, prompt.high
-        facts = RequestFacts(route.name, tier, prompt, output, session, record.tools, record.stream)
-        return Classified(facts, route, raw, body, pinned, work)
+        record.conversation = _conversation(record.tenant, session, prefix.opening)
+        facts = RequestFacts(
+            route.name,
+            tier,
+            prompt,
+            output,
+            session,
+            record.tools,
+            record.stream,
+            prefix.links,
+            link_tokens,
+            record.conversation,
+            self._priority(request, record.tenant),
+            record.tenant,
+            self._deadline(request, record),
+        )
+        return Classified(facts, route, raw, body, pinned, work, mix, near)
+
+    def learn(self, asked: Classified, tokens: int) -> None:
+        """A backend reported how many tokens the prompt has."""
+        if asked.mix is not None and self._config.policy.calibrate:
+            model = asked.route.target
+            calibration = self.calibrations.get(model)
+            if calibration is None:
+                calibration = self.calibrations[model] = Calibration()
+            calibration.learn(asked.mix, tokens)
 
     def prepare(
         self,
@@ -268,21 +318,96 @@ class Classifier:
         key = route.name, tier.name
         if key not in self._allowed:
             facts = RequestFacts(route.name, tier, _NOTHING, 0)
-            views = self._pool.views(route.backends, 0.0)
+            views = self._pool.views(route.backends)
             fit = tuple(view.name for view in views if tier_filter(facts, view, RouterParams()) is None)
             self._allowed[key] = fit
         return self._allowed[key]
 
-    def _estimate(self, body: RequestBody, route: ModelRoute, tier: Tier) -> ContextEstimate:
-        """Words bound a prompt from below, and cost: they are counted where it seems too long for every window
-        that the tier allows."""
+    def _estimate(
+        self, body: RequestBody, route: ModelRoute, tier: Tier, record: Record
+    ) -> tuple[ContextEstimate, Mix | None, str | None]:
+        """(estimate, what the text is made of, a backend to ask). The expected value is what was learned, within the
+        bounds of the size. Words bound a prompt from below, and cost: they are counted where it seems too long for
+        every window that the tier allows."""
         ratio = self._config.policy.tokens
         estimate = estimate_prompt(_prompt_sizes(body, None), ratio)
-        window = self._pool.largest_window(self._backends(route, tier))
+        mix, spread = None, UNKNOWN_ERROR
+        if not (body.sizes.images or body.sizes.media_bytes or body.sizes.sequences > 1):
+            mix = Mix(*count_mix(body))
+            calibration = self.calibrations.get(route.target)
+            if calibration is not None:
+                expected, record.prompt_tokens_error, spread = calibration.predict(mix)
+                if expected is not None:
+                    tokens = min(max(estimate.low, round(expected)), estimate.high)
+                    estimate = replace(estimate, tokens=tokens)
+        allowed = self._backends(route, tier)
+        window = self._pool.largest_window(allowed)
         if window is not None and estimate.tokens > window:
-            estimate = estimate_prompt(_prompt_sizes(body, body.words()), ratio)
+            counted = estimate_prompt(_prompt_sizes(body, body.words()), ratio)
+            estimate = replace(counted, tokens=min(max(counted.low, estimate.tokens), counted.high))
         # A prompt that the server may cut is never too long.
-        return replace(estimate, low=0) if body.sizes.truncates else estimate
+        if body.sizes.truncates:
+            return replace(estimate, low=0), None, None
+        near = self._near(estimate, spread, allowed) if body.api in TOKENIZED and mix is not None else None
+        return estimate, mix, near
+
+    def _near(self, estimate: ContextEstimate, spread: float, names: tuple[str, ...]) -> str | None:
+        """A backend whose window decides, and the estimate cannot tell on which side the prompt is."""
+        margin = min(NEAR * spread, 0.5) * estimate.tokens
+        for name in names:
+            window = self._pool.backends[name].window_tokens
+            if window is not None and abs(estimate.tokens - window) <= margin and estimate.low <= window:
+                return name
+        return None
+
+    def counted(self, asked: Classified, tokens: int, record: Record) -> Classified:
+        """The tokenizer has spoken: the estimate is what it said."""
+        facts = asked.facts
+        prompt = ContextEstimate(tokens, tokens, tokens)
+        record.prompt_tokens_estimate = record.prompt_tokens_low = record.prompt_tokens_high = tokens
+        record.prompt_tokens_error = 0.0
+        link_tokens = facts.link_tokens * tokens / max(1, facts.prompt.tokens)
+        return replace(asked, facts=replace(facts, prompt=prompt, link_tokens=link_tokens), near=None)
+
+    def _priority(self, request: web.BaseRequest, tenant: str | None) -> int:
+        """The key's; a request may ask for less, never for more."""
+        most = self._priorities.get(tenant or "", 0)
+        asked = request.headers.get("x-tierline-priority")
+        if asked is None:
+            return most
+        try:
+            return min(most, max(-9, int(asked)))
+        except ValueError:
+            raise _bad_header(PRIORITY_HEADER, "a whole number, -9 to 9") from None
+
+    def _deadline(self, request: web.BaseRequest, record: Record) -> float | None:
+        asked = request.headers.get("x-tierline-deadline")
+        if asked is None:
+            return None
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = -1.0
+        if not 0 < seconds <= MOST_SECONDS:
+            raise _bad_header(DEADLINE_HEADER, "seconds until the first token, above 0")
+        return record.accepted_at + seconds
+
+
+TOKENIZED = frozenset({Api.CHAT, Api.COMPLETIONS})
+"""Whose body vLLM's /tokenize takes as it is."""
+
+
+def _conversation(tenant: str | None, session: str | None, opening: int | None) -> str | None:
+    """What names a conversation: the session, else how it began. Two tenants' sessions are never one."""
+    if session is None and opening is None:
+        return None
+    said = f"{tenant or ''}\0{session if session is not None else opening}"
+    return hashlib.blake2b(said.encode("utf-8", "replace"), digest_size=6).hexdigest()
+
+
+def _bad_header(name: str, what: str) -> ProxyError:
+    message = f"The header {name} must be {what}."
+    return ProxyError(Outcome.BAD_REQUEST, 400, message, code="bad_header", param=name)
 
 
 def _prompt_sizes(body: RequestBody, words: int | None) -> PromptSizes:

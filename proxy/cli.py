@@ -18,6 +18,7 @@ import socket
 import sys
 from datetime import UTC, datetime
 from enum import IntEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -68,13 +69,13 @@ def main() -> None:
 @main.command()
 @config_option
 def serve(path: str) -> None:
-    """Run the gateway until SIGTERM or Ctrl-C."""
+    """Run the gateway until SIGTERM or Ctrl-C. SIGHUP reads the policy again."""
     config = _load(path)
     set_up_logging(config.telemetry.log_level, config.telemetry.log_format)
     from proxy.app import run
 
     try:
-        code = run(config)
+        code = run(config, Path(path))
     except OSError as error:
         if error.errno not in BIND_ERRORS and not isinstance(error, socket.gaierror):
             raise

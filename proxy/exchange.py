@@ -3,8 +3,8 @@
 Rules
 1. A stage either leaves what the next one needs or raises `ProxyError`. `refuse` is the one place that turns one into
    a response; `end` names the outcome, and the first name counts; `close` closes the record.
-2. Between `choose` and taking the lease there is no await, or concurrent requests would all read the same view and
-   herd onto one backend. The lease is released on every kind of end.
+2. Choice and lease are one step of the gate's, or concurrent requests would all read the same view and herd onto one
+   backend. What was let in is finished, on every kind of end.
 3. Attempts come one after the other; may_retry says whether there is another, the router where to.
 """
 
@@ -14,24 +14,31 @@ import asyncio
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+import orjson
 from aiohttp import web
 
-from policies import Decision, Failure, RequestFacts, Retry, may_retry
-from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
+from policies import Decision, Failure, RequestFacts, Result, Retry, Wait, may_retry
+from policies.trace import Trace
+from proxy.attempt import FAILURES, Fault, FaultKind, Plan, Reply
+from proxy.attempt import Result as Attempt
 from proxy.classify import Classified
+from proxy.decisions import write
 from proxy.endpoints import Endpoint, api_of, find, meant
 from proxy.errors import Outcome, ProxyError
-from proxy.front import Answer, send_continue
+from proxy.explain import Story, attempt
+from proxy.front import Answer
+from proxy.gate import Pass, Refused
 from proxy.headers import error_headers, origin_form, request_head, request_id, response_headers
+from proxy.intake import read_body
 from proxy.pool import Backend
 from proxy.record import Record
-from proxy.refusals import fault_error, refusal, reply_error, unreachable
+from proxy.refusals import failure_of, fault_error, reply_error, turned_away, unreachable
 from proxy.relay import Relay
-from proxy.toolcheck import violations
+from proxy.toolcheck import is_sound, violations
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.wire.answers import read_answer
 from proxy.wire.coerce import Toolset
-from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, Api, ErrorInfo, render_body, render_event
+from proxy.wire.errors import Api, ErrorInfo, render_body, render_event
 from proxy.wire.streams import swap_model
 from proxy.wire.toolcalls import FinishedCall
 from proxy.wire.toolevents import Counters
@@ -40,27 +47,10 @@ from proxy.wire.toolstream import ToolChatStream
 if TYPE_CHECKING:
     from proxy.handler import Gateway
 
-# What aiohttp unpacks while it reads; anything else would go on as it is, under a header that is gone.
-_ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+MAX_EXPLANATION = 7000
+"""Bytes; clients take headers of 8 KiB."""
 
 STOPPING = "The gateway is shutting down; please send the request again."
-
-_FAILURES = {
-    FaultKind.STALE: Failure.REUSED,
-    FaultKind.CUT: Failure.CUT,
-    FaultKind.EMPTY: Failure.CUT,
-    FaultKind.ABORTED: Failure.ERROR,
-    FaultKind.MALFORMED: Failure.MALFORMED,
-    FaultKind.TIMEOUT: Failure.TIMEOUT,
-    FaultKind.NO_CALL: Failure.NO_CALL,
-}
-
-
-def _failure_of(error: ProxyError) -> Failure:
-    """What an error that the backend put into words means for a retry."""
-    if error.code == CONTEXT_LENGTH_EXCEEDED:
-        return Failure.OVERFLOW
-    return Failure.ERROR if error.status >= 500 else Failure.REJECTED
 
 
 class Exchange:
@@ -68,6 +58,7 @@ class Exchange:
 
     __slots__ = (
         "_calls",
+        "_classifier",
         "_ended",
         "_gateway",
         "_headers",
@@ -75,6 +66,7 @@ class Exchange:
         "_request",
         "_task",
         "_tools",
+        "_traces",
         "answer",
         "api",
         "interrupted",
@@ -86,10 +78,12 @@ class Exchange:
     def __init__(self, gateway: Gateway, request: web.BaseRequest) -> None:
         now = gateway.clock.now()
         self._gateway = gateway
+        self._classifier = gateway.classifier  # what is reloaded meanwhile is for the next one
         self._request = request
         self._relay: Relay | None = None
         self._tools: Toolset | None = None
         self._calls: list[FinishedCall] = []
+        self._traces: list[Trace] = []
         self._task = asyncio.current_task()
         self._ended = False
         self.interrupted = False
@@ -152,79 +146,88 @@ class Exchange:
         return endpoint
 
     async def read_body(self) -> bytes:
-        gateway, request = self._gateway, self._request
-        encoding = ", ".join(request.headers.getall("content-encoding", ())).strip().lower()
-        if encoding not in _ENCODINGS:
-            message = f"The content-encoding '{encoding[:100]}' is not known; send gzip, deflate or none."
-            headers = (("accept-encoding", "gzip, deflate"),)
-            raise ProxyError(Outcome.BAD_REQUEST, 415, message, code="unsupported_encoding", headers=headers)
-        if (request.content_length or 0) > request.client_max_size:
-            raise self._too_large()
-        if request.headers.get("expect", "").lower() == "100-continue":
-            send_continue(request)
-        try:
-            async with gateway.clock.timeout_at(self.record.accepted_at + gateway.body_timeout):
-                body = await request.read()
-        except TimeoutError:
-            message = f"The request body did not arrive within {gateway.body_timeout:g} s."
-            raise ProxyError(Outcome.CLIENT_TIMEOUT, 408, message, code="request_timeout") from None
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
-        except (web.PayloadAccessError, web.RequestPayloadError):
-            # Nothing of it will be read again: aiohttp would try, and log a fault of its own.
-            self.answer.close_behind()
-            request.content.feed_eof()
-            raise ProxyError(Outcome.BAD_REQUEST, 400, "The request body cannot be read.") from None
-        self.record.body_read_at = gateway.clock.now()
-        self.record.bytes_in = len(body)
-        return body
+        gateway = self._gateway
+        return await read_body(self._request, self.record, self.answer, gateway.clock, gateway.body_timeout)
 
-    def _too_large(self) -> ProxyError:
-        message = f"The request body is larger than {self._request.client_max_size} bytes."
-        return ProxyError(Outcome.BAD_REQUEST, 413, message, code="request_too_large")
+    async def classify(self, endpoint: Endpoint, body: bytes) -> Classified:
+        """What routing knows of the request. The tokenizer is asked only where a limit hangs on it."""
+        asked = self._classifier.classify(endpoint, self._request, body, self.record)
+        if asked.near is None:
+            return asked
+        gateway = self._gateway
+        tokens = await gateway.tokenizer.count(gateway.pool.backends[asked.near], endpoint.api, asked)
+        return asked if tokens is None else self._classifier.counted(asked, tokens, self.record)
 
     # -- choose, relay ------------------------------------------------------------------------------------------
 
     async def serve(self, endpoint: Endpoint, asked: Classified) -> None:
         """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
-        gateway = self._gateway
+        gateway, names = self._gateway, asked.route.backends
         self._tools = asked.work.tools if asked.work is not None else None
+        let_in = await gateway.gate.enter(asked.facts, names, asked.pinned, self._queued)
         self.record.admitted_at = gateway.clock.now()
         failures: list[Failure] = []
         tried: frozenset[str] = frozenset()
         larger_than: int | None = None
         failed: ProxyError | None = None
         while True:
-            views = gateway.pool.views(asked.route.backends, gateway.clock.now())
-            decision = gateway.router.choose(
-                asked.facts, views, gateway.rng, tried=tried, pinned=asked.pinned, larger_than=larger_than
-            )
-            gateway.metrics.decided(decision)
-            self.record.drops = decision.drops
-            if decision.backend is None:
-                raise failed or refusal(asked.facts, decision, views)
+            self._decided(let_in, asked)
+            if isinstance(let_in, Refused):
+                raise failed or turned_away(asked.facts, let_in.shed, gateway.pool.views(names))
+            backend = gateway.pool.backends[let_in.go.view.name]
             started = gateway.clock.now()
-            lease = gateway.pool.lease(decision.backend, asked.facts.context_tokens)
             try:
-                self._note(decision, asked.facts)
-                failed, failure = await self._attempt(lease.backend, endpoint, asked, failures)
+                failed, failure = await self._attempt(backend, endpoint, asked, failures, let_in)
             finally:
-                lease.release()
+                let_in.finish(self._result(asked))
             if failed is None:
                 return
             if failure is None:
                 raise failed
             failures.append(failure)
             self.record.backoff_seconds += gateway.clock.now() - started
-            gateway.pool.failed(lease.backend.name, failure)
+            gateway.pool.failed(backend.name, failure)
             events_sent = self._relay is not None and self._relay.events_sent
             retry = may_retry(failures, events_sent, gateway.retry)
             if retry is Retry.NO:
                 raise failed
             if retry is Retry.LARGER_WINDOW:
-                larger_than = lease.backend.window_tokens or asked.facts.prompt.tokens
+                larger_than = backend.window_tokens or asked.facts.prompt.tokens
             elif retry is Retry.OTHER_BACKEND:
-                tried = tried | {lease.backend.name}
+                tried = tried | {backend.name}
+            let_in = gateway.gate.again(
+                asked.facts, names, tried=tried, pinned=asked.pinned, larger_than=larger_than
+            )
+
+    def _queued(self, wait: Wait) -> None:
+        self.record.queued_at = self._gateway.clock.now()
+        self.record.predicted_wait = wait.seconds
+
+    def _decided(self, let_in: Pass | Refused, asked: Classified) -> None:
+        gateway, record = self._gateway, self.record
+        decision = let_in.shed.decision if isinstance(let_in, Refused) else let_in.go.decision
+        if let_in.trace is not None:
+            self._traces.append(let_in.trace)
+        gateway.metrics.decided(decision)
+        record.drops, record.policy = decision.drops, gateway.policy
+        if isinstance(let_in, Refused):
+            gateway.metrics.shed(asked.facts.tier.name, let_in.shed.reason)
+            return
+        self._note(decision, asked.facts)
+        record.expect(let_in.go.view)
+
+    def _result(self, asked: Classified) -> Result:
+        """What the fleet learns of an attempt that ended."""
+        record = self.record
+        if self._calls and self._tools is not None:
+            record.schema_violations = violations(self._tools, self._calls)
+        sound = is_sound(record.tool_counts, record.schema_violations)
+        whole = self._ended and record.outcome is Outcome.OK
+        if whole and record.prompt_tokens:
+            self._classifier.learn(asked, record.prompt_tokens)
+        if sound is not None and record.backend is not None:
+            self._gateway.pool.judge(record.backend, sound)
+        return Result(whole, record.prompt_tokens, record.completion_tokens, record.cached_tokens, sound)
 
     def _note(self, decision: Decision, facts: RequestFacts) -> None:
         record = self.record
@@ -234,15 +237,18 @@ class Exchange:
         record.attempts += 1
 
     async def _attempt(
-        self, backend: Backend, endpoint: Endpoint, asked: Classified, failures: list[Failure]
+        self,
+        backend: Backend,
+        endpoint: Endpoint,
+        asked: Classified,
+        failures: list[Failure],
+        let_in: Pass,
     ) -> tuple[ProxyError | None, Failure | None]:
         """One attempt. (None, None): answered for good. Else what to tell the client and what failed."""
         gateway = self._gateway
         timeouts = gateway.timeouts[backend.name]
         nudged = Failure.NO_CALL in failures
-        body, plan = gateway.classifier.prepare(
-            endpoint, asked, backend, timeouts, self.record, nudged=nudged
-        )
+        body, plan = self._classifier.prepare(endpoint, asked, backend, timeouts, self.record, nudged=nudged)
         fresh = bool(failures) and failures[-1] is Failure.REUSED
         connection = None if fresh else backend.connections.take()
         if connection is None:
@@ -260,25 +266,33 @@ class Exchange:
             len(body),
             credentials=self._credentials(backend),
         )
-        result = await self._exchange(connection, head, body, plan)
+        result = await self._exchange(connection, head, body, plan, let_in)
         if result.reply is not None:
             gateway.pool.answered(backend.name)
             return self._reply(backend, result.reply, endpoint, asked)
         if result.fault is not None:
             error = fault_error(backend.name, result.fault)
             if result.fault.kind is FaultKind.ERROR_EVENT:
-                return error, _failure_of(error)
-            return error, _FAILURES.get(result.fault.kind)
+                return error, failure_of(error)
+            return error, FAILURES.get(result.fault.kind)
         gateway.pool.answered(backend.name)
         # A Responses stream says itself, in its last event, that it failed: told as it came, counted as it is.
         failed = endpoint.api is Api.RESPONSES and self.record.finish_reason == "failed"
         self.end(Outcome.UPSTREAM_ERROR if failed else Outcome.OK, "response.failed" if failed else None)
         return None, None
 
-    async def _exchange(self, connection: UpstreamConnection, head: bytes, body: bytes, plan: Plan) -> Result:
+    async def _exchange(
+        self, connection: UpstreamConnection, head: bytes, body: bytes, plan: Plan, let_in: Pass
+    ) -> Attempt:
         gateway = self._gateway
         relay = self._relay = Relay(
-            gateway.clock, connection, self.answer, self.record, plan, self._client_headers
+            gateway.clock,
+            connection,
+            self.answer,
+            self.record,
+            plan,
+            self._client_headers,
+            let_in.first_token,
         )
         try:
             relay.start(head, body)
@@ -311,7 +325,7 @@ class Exchange:
         answer = read_answer(reply.body) if endpoint.api is not Api.OTHER or asked.facts.stream else None
         if reply.status >= 300 or (answer is not None and answer.failed):
             error = reply_error(backend.name, reply, self._credentials(backend))
-            return error, _failure_of(error)
+            return error, failure_of(error)
         if answer is not None:
             if answer.malformed and reply.status == 200:
                 fault = Fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, "the answer is not JSON")
@@ -337,7 +351,7 @@ class Exchange:
                 fault = Fault(FaultKind.NO_CALL, Outcome.UPSTREAM_ERROR, message)
                 return fault_error(backend.name, fault), Failure.NO_CALL
             body = whole.body
-        swap = self._gateway.classifier.model_swap(asked, backend)
+        swap = self._classifier.model_swap(asked, backend)
         body = swap_model(body, *swap) if swap is not None else body
         self.answer.send(reply.status, self._client_headers(reply.status, reply.headers), body)
         self.end(Outcome.OK, None)
@@ -356,7 +370,18 @@ class Exchange:
             (b"x-tierline-reason", (record.reason or "").encode()),
         ]
         record.status = status
-        return response_headers(upstream, ours)
+        return response_headers(upstream, ours + self._explanation())
+
+    def _explanation(self) -> Headers:
+        """`x-tierline-explain: 1`, asked with the admin key: what was decided, as JSON in a header."""
+        if not self._traces or self._request.headers.get("x-tierline-explain") != "1":
+            return []
+        if not self._gateway.may_explain(self._request.headers.get("x-tierline-admin-key")):
+            return []
+        text = orjson.dumps([attempt(trace) for trace in self._traces])
+        if len(text) > MAX_EXPLANATION:
+            text = b'"too long for a header: GET /admin/explain/%b"' % self.record.request_id.encode()
+        return [(b"x-tierline-explain", text)]
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -377,7 +402,9 @@ class Exchange:
             if not self._request.content.is_eof():
                 answer.close_behind()  # whether the rest of the body will follow nobody knows
             record.status = error.status
-            headers = error_headers(error.upstream_headers, [*self._headers, *self._tierline_headers()])
+            headers = error_headers(
+                error.upstream_headers, [*self._headers, *self._tierline_headers(), *self._explanation()]
+            )
             headers += [(name.encode(), value.encode()) for name, value in error.headers]
             headers.append((b"content-type", b"application/json"))
             answer.send(error.status, headers, render_body(self.api, info, record.request_id))
@@ -391,15 +418,25 @@ class Exchange:
         pairs = (("backend", record.backend), ("tier", record.tier), ("reason", record.reason))
         return [(f"x-tierline-{name}".encode(), value.encode()) for name, value in pairs if value is not None]
 
+    def _remember(self) -> None:
+        """What was decided: for whoever asks, and in the record if that is wanted."""
+        record, gateway = self.record, self._gateway
+        waited = 0.0
+        if record.queued_at is not None:
+            waited = (record.admitted_at or gateway.clock.now()) - record.queued_at
+        traces = tuple(self._traces)
+        gateway.memory.keep(record.request_id, Story(record.policy or "", waited, traces))
+        if gateway.keeps_decisions:
+            record.decisions = [write(trace) for trace in traces]
+
     def close(self) -> None:
         """Close the record: exactly once, whatever the end."""
         record, gateway = self.record, self._gateway
         record.bytes_out = self.answer.bytes_out
         if self.answer.started and not self.answer.finished:
             self.answer.abort()
-        if self._calls and self._tools is not None:
-            record.schema_violations = violations(self._tools, self._calls)
-        gateway.pool.judge(record.backend, record.tool_counts, record.schema_violations)
+        if self._traces:
+            self._remember()
         derived = record.close(gateway.clock.now())
         gateway.metrics.observe(record, derived)
         gateway.recorder.add(record, derived)

@@ -11,23 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from random import Random
 
 from aiohttp import web
 
-from policies import RetryParams, Router
+from policies import RetryParams
 from proxy.access import KeyRing
 from proxy.classify import Classifier
 from proxy.clock import Clock
 from proxy.config import Timeouts
 from proxy.errors import Outcome, ProxyError
 from proxy.exchange import STOPPING, Exchange
+from proxy.explain import Memory
+from proxy.gate import Gate
 from proxy.headers import Cors
 from proxy.local import Local
 from proxy.metrics import Metrics
 from proxy.owners import Owners
 from proxy.pool import Pool
 from proxy.record import Recorder
+from proxy.tokenizer import Tokenizer
 
 log = logging.getLogger("tierline.request")
 
@@ -37,9 +39,14 @@ class Gateway:
     """What every request needs, wired by `app`."""
 
     clock: Clock
-    rng: Random
     classifier: Classifier
-    router: Router
+    gate: Gate
+    tokenizer: Tokenizer
+    memory: Memory
+    policy: str
+    """Digest of the active one."""
+    keeps_decisions: bool
+    admin_keys: KeyRing
     retry: RetryParams
     pool: Pool
     timeouts: dict[str, Timeouts]
@@ -62,6 +69,10 @@ class Gateway:
             self._idle.clear()
             await self._idle.wait()
 
+    def may_explain(self, key: str | None) -> bool:
+        """Whether this is the admin key; nobody's is, where none is configured."""
+        return key is not None and self.admin_keys.identify({"Authorization": f"Bearer {key}"}) is not None
+
     def drain(self) -> None:
         """From now on every answer closes its connection, also those that are under way."""
         self.draining = self.local.draining = True
@@ -83,7 +94,7 @@ class Gateway:
             exchange.authorize()
             endpoint = exchange.find_endpoint()
             body = await exchange.read_body()
-            asked = self.classifier.classify(endpoint, request, body, exchange.record)
+            asked = await exchange.classify(endpoint, body)
             await exchange.serve(endpoint, asked)
         except ProxyError as error:
             exchange.refuse(error)

@@ -8,8 +8,8 @@ Rules
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Sequence
 
 from proxy.pool import BackendSpec
@@ -17,12 +17,20 @@ from proxy.upstream import Headers, end_to_end
 
 _REQUEST_DROP = frozenset(
     (b"host", b"content-length", b"content-encoding", b"accept-encoding", b"expect", b"x-request-id")
-    + (b"x-quality-tier", b"x-tool-format", b"x-tierline-explain", b"forwarded", b"via")
+    + (
+        b"x-quality-tier",
+        b"x-tool-format",
+        b"x-tierline-explain",
+        b"x-tierline-admin-key",
+        b"forwarded",
+        b"via",
+    )
+    + (b"x-tierline-deadline", b"x-tierline-priority")
 )
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"cookie"))
 _REQUEST_DROP_ALL = _REQUEST_DROP | _CREDENTIALS
 # Another Tierline behind this one says these of itself.
-_TIERLINE = (b"x-tierline-backend", b"x-tierline-tier", b"x-tierline-reason")
+_TIERLINE = (b"x-tierline-backend", b"x-tierline-tier", b"x-tierline-reason", b"x-tierline-explain")
 _RESPONSE_DROP = frozenset(
     _TIERLINE
     + (b"content-length", b"x-request-id", b"alt-svc", b"strict-transport-security")
@@ -34,11 +42,22 @@ _ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
+_ids: list[str] = []
+
+
+def _new_id() -> str:
+    """32 random hexadecimal digits; the kernel is asked once for a hundred."""
+    if not _ids:
+        digits = os.urandom(1600).hex()
+        _ids.extend(digits[at : at + 32] for at in range(0, len(digits), 32))
+    return _ids.pop()
+
+
 def request_id(asked: str | None) -> str:
     """The client's own id if it is fit for headers and logs, else a new one."""
     if asked is not None and _REQUEST_ID.fullmatch(asked):
         return asked
-    return secrets.token_hex(16)
+    return _new_id()
 
 
 def origin_form(target: str) -> str:

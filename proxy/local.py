@@ -31,10 +31,13 @@ class Local:
     ) -> None:
         self._config = config
         self._pool = pool
-        self._clock = clock
         self._metrics = metrics
         self._started = int(clock.wall())
         self.draining = False
+
+    def configure(self, config: Config) -> None:
+        """Other models or tiers from now on."""
+        self._config = config
 
     def owns(self, path: str) -> bool:
         if path == "/metrics":
@@ -75,7 +78,7 @@ class Local:
         assert tier is not None
         facts = RequestFacts(route.name, tier, _NOTHING, 0)
         able, reasons = [], {}
-        for view in self._pool.views(route.backends, self._clock.now()):
+        for view in self._pool.views(route.backends):
             reason = drop_reason(facts, view, RouterParams())
             if reason is None or reason in _PASSING:
                 able.append(view)
@@ -98,7 +101,7 @@ class Local:
 
     def _model(self, route: ModelRoute) -> dict[str, object]:
         able, _ = self._able(route)
-        views = able or list(self._pool.views(route.backends, self._clock.now()))
+        views = able or list(self._pool.views(route.backends))
         windows = [view.window_tokens for view in views if view.window_tokens]
         return {
             "id": route.name,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import StrEnum
 from itertools import accumulate
 
@@ -27,35 +27,20 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from policies.types import ChooseReason, Decision, DropReason
+from policies.calibrate import ContentKind
+from policies.types import ChooseReason, Decision, DropReason, ShedReason
 from proxy import __version__
 from proxy.config import Config
 from proxy.errors import Outcome
 from proxy.record import Measures, Record, Recorder, tool_counts
-from proxy.wire.timing import BUCKET_OF_BIN, GAP_BUCKETS
+from proxy.series import BACKEND_GAUGES, HISTOGRAMS, ROUTE_LABELS
+from proxy.wire.timing import BUCKET_OF_BIN
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
 
 UNKNOWN = "unknown"
 NONE = "none"
 BACKEND_STATES = ("healthy", "draining", "ejected")
-
-# Edges in seconds.
-TTFT_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75,
-    1.0, 1.5, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0,
-)  # fmt: skip
-E2E_BUCKETS = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 45.0,
-    60.0, 90.0, 120.0, 180.0, 300.0, 600.0, 1200.0, 3600.0,
-)  # fmt: skip
-QUEUE_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0,
-)  # fmt: skip
-OVERHEAD_BUCKETS = (
-    0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0,
-)  # fmt: skip
-
 
 DIALECTS = ("xml", "json", "guided", "parsed")
 TOOL_KINDS = (
@@ -121,7 +106,9 @@ class _Series:
         "queue_wait",
         "retries",
         "tpot",
+        "tpot_ratio",
         "ttft",
+        "ttft_ratio",
         "upstream_ttft",
     )
 
@@ -139,73 +126,9 @@ class _Series:
     e2e: _Buckets
     queue_wait: _Buckets
     overhead: _Buckets
+    ttft_ratio: _Buckets
+    tpot_ratio: _Buckets
 
-
-@dataclass(frozen=True, slots=True)
-class _Histogram:
-    """A histogram's exposition: name, help, where `_Series` keeps it."""
-
-    name: str
-    slot: str
-    edges: tuple[float, ...]
-    help: str
-
-
-HISTOGRAMS = (
-    _Histogram(
-        "tierline_time_to_first_token_seconds",
-        "ttft",
-        TTFT_BUCKETS,
-        "Accept to the first content-bearing delta sent. Streams only.",
-    ),
-    _Histogram(
-        "tierline_upstream_time_to_first_token_seconds",
-        "upstream_ttft",
-        TTFT_BUCKETS,
-        "Dispatch to the backend to the first content-bearing delta sent. Streams only.",
-    ),
-    _Histogram(
-        "tierline_inter_token_latency_seconds",
-        "gap",
-        GAP_BUCKETS,
-        "Chunk gap: time between reads that hold a content-bearing delta. A delta may hold several tokens.",
-    ),
-    _Histogram(
-        "tierline_time_per_output_token_seconds",
-        "tpot",
-        GAP_BUCKETS,
-        "First to last content delta over completion tokens less one, from reported usage. Streams only.",
-    ),
-    _Histogram(
-        "tierline_e2e_request_latency_seconds",
-        "e2e",
-        E2E_BUCKETS,
-        "Accept to the last byte written, of requests that ended ok.",
-    ),
-    _Histogram("tierline_queue_wait_seconds", "queue_wait", QUEUE_BUCKETS, "Accept to admitted."),
-    _Histogram(
-        "tierline_overhead_seconds",
-        "overhead",
-        OVERHEAD_BUCKETS,
-        "The gateway's own time: before dispatch, less body, queue and backoff, and after the last upstream byte.",
-    ),
-)
-ROUTE_LABELS = ("model", "tier", "backend")
-# Snapshot key → gauge of every backend.
-BACKEND_GAUGES = (
-    ("in_flight", "tierline_in_flight_requests", "Requests on the backend now, counted here."),
-    ("in_flight_tokens", "tierline_in_flight_tokens", "Context tokens of those requests, estimated."),
-    ("running", "tierline_backend_running_requests", "Requests that the engine runs, polled."),
-    ("waiting", "tierline_backend_waiting_requests", "Requests that wait in the engine, polled."),
-    ("kv_usage", "tierline_backend_kv_usage_ratio", "Share of the engine's KV cache in use, 0 to 1, polled."),
-    ("polled_age_seconds", "tierline_backend_poll_age_seconds", "Age of the polled numbers."),
-    (
-        "tool_integrity",
-        "tierline_backend_tool_integrity_ratio",
-        "Share of answers with tool calls that needed no repair, the latest weighing most.",
-    ),
-    ("window_tokens", "tierline_backend_window_tokens", "Longest context that the backend takes."),
-)
 
 Snapshot = Callable[[], Sequence[Mapping[str, object]]]
 """One mapping a backend: `name`, `state`, and the keys of BACKEND_GAUGES, None where unknown."""
@@ -215,9 +138,7 @@ class Metrics(Collector):
     """Counts requests and decisions; renders them with what `snapshot` and `recorder` say at that moment."""
 
     def __init__(self, config: Config, snapshot: Snapshot, recorder: Recorder) -> None:
-        self._models = frozenset(config.routes)
-        self._tiers = frozenset(config.tiers)
-        self._backends = frozenset(backend.name for backend in config.backends)
+        self.configure(config)
         self._snapshot = snapshot
         self._recorder = recorder
         # By what the record says, so that the common case is one look-up; unknown names share their series.
@@ -226,10 +147,22 @@ class Metrics(Collector):
         self._tools: dict[str, dict[str, int]] = {}
         self._decisions: dict[tuple[str, str], int] = {}
         self._drops: dict[tuple[str, str], int] = {}
+        self._shed: dict[tuple[str, str], int] = {}
         self._cancelled = dict.fromkeys(CancelPhase, 0)
+        self.estimate_errors: Callable[[], Iterable[tuple[str, str, float]]] = tuple
+        """(model, kind of content, stated relative error) of what was learned."""
+        self.waiting: Callable[[], Mapping[tuple[str, int], int]] = dict
+        """(tier, priority) → how many are in line."""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+
+    def configure(self, config: Config) -> None:
+        """What may be a label, and which policy is in force; counts go on."""
+        self._models = frozenset(config.routes)
+        self._tiers = frozenset(config.tiers)
+        self._backends = frozenset(backend.name for backend in config.backends)
+        self._policy = (config.policy_params.name, config.policy_digest)
 
     def decided(self, decision: Decision) -> None:
         """One choice of the router, whether or not it found a backend."""
@@ -239,6 +172,11 @@ class Metrics(Collector):
         for drop in decision.drops:
             why = (drop.backend, drop.reason)
             self._drops[why] = self._drops.get(why, 0) + 1
+
+    def shed(self, tier: str, reason: ShedReason) -> None:
+        """One request was turned away by admission."""
+        why = (tier, reason.value)
+        self._shed[why] = self._shed.get(why, 0) + 1
 
     def observe(self, record: Record, derived: Measures) -> None:
         """One closed record. The only place where requests are counted."""
@@ -255,6 +193,10 @@ class Metrics(Collector):
             gap.total += record.gaps.total
             for where, count in record.gaps.bins():
                 counts[BUCKET_OF_BIN[where]] += count
+            if record.predicted_ttft and derived.queue_wait is not None:
+                series.ttft_ratio.add((derived.ttft - derived.queue_wait) / record.predicted_ttft)
+            if record.predicted_tpot and derived.tpot is not None:
+                series.tpot_ratio.add(derived.tpot / record.predicted_tpot)
         if outcome is Outcome.OK:
             series.e2e.add(derived.e2e)
         elif outcome is Outcome.CANCELLED:
@@ -331,6 +273,26 @@ class Metrics(Collector):
             self._drops.items(),
         )
         yield _counter(
+            "tierline_shed",
+            "Requests turned away, by why.",
+            ("tier", "reason"),
+            self._shed.items(),
+        )
+        queued = GaugeMetricFamily(
+            "tierline_queued_requests", "Requests that wait to be let in.", labels=("tier", "priority")
+        )
+        for (tier, priority), count in self.waiting().items():
+            queued.add_metric((tier, str(priority)), count)
+        yield queued
+        errors = GaugeMetricFamily(
+            "tierline_prompt_estimate_error_ratio",
+            "Median relative error of the token estimate, of late.",
+            labels=("model", "content"),
+        )
+        for model, content, error in self.estimate_errors():
+            errors.add_metric((model, content), error)
+        yield errors
+        yield _counter(
             "tierline_cancelled_requests",
             "Requests whose client went away, by how far they were.",
             ("phase",),
@@ -343,6 +305,11 @@ class Metrics(Collector):
             [((), self._recorder.dropped)],
         )
         yield from self._backend_gauges()
+        policy = GaugeMetricFamily(
+            "tierline_policy_info", "1 for the policy in force.", labels=("name", "digest")
+        )
+        policy.add_metric(self._policy, 1)
+        yield policy
         build = GaugeMetricFamily("tierline_build_info", "Always 1.", labels=("version", "python"))
         build.add_metric((__version__, platform.python_version()), 1)
         yield build
@@ -438,4 +405,6 @@ LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
     "state": BACKEND_STATES,
     "decision reason": ChooseReason,
     "drop reason": DropReason,
+    "shed reason": ShedReason,
+    "content": ContentKind,
 }

@@ -1,8 +1,8 @@
-"""The backends we know, as they are now: health, load, what they said of themselves. And the leases on them.
+"""The backends we know, as they are now: connections, health, what they said of themselves; and the fleet that decides.
 
 Rules
-1. In-flight changes only through a `Lease`, taken in the same synchronous step as the choice and released exactly
-   once, on every kind of end.
+1. What runs where and what routing makes of it is the `Fleet`'s, which is pure: here are the objects that are not.
+   Every change of health, drain, capacity or load is told to it in the same step, and then to whoever waits (`changed`).
 2. Policies never see these objects: `views()` gives them frozen `BackendView`s.
 3. Health is `policies.breaker`'s value; here it is only kept, and its changes are told to the log.
 """
@@ -10,22 +10,42 @@ Rules
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from policies import Fleet, Member, PolicyParams, Polled, RequestFacts
 from policies.breaker import BreakerParams, Health, HealthState, on_failure, on_probe, on_success
 from policies.profile import Profile
 from policies.retry import Failure
-from policies.types import BackendView
+from policies.state import State
+from policies.types import BackendView, ContextEstimate, Tier
 from proxy.clock import Clock
 from proxy.upstream import ConnectionPool
 from proxy.wire.promtext import EngineMetrics
-from proxy.wire.toolevents import Counters
 
 log = logging.getLogger("tierline.pool")
 
 DEFAULT_MAX_IN_FLIGHT = 32
 DEFAULT_KV_TOKENS = 131072
+FIGURES = (
+    "queue_seconds",
+    "busy",
+    "warm_factor",
+    "cold_factor",
+    "decode_factor",
+    "warm_error",
+    "cold_error",
+    "decode_error",
+    "live_conversations",
+    "live_tokens",
+    "working_set_share",
+    "cached_tokens",
+    "cache_share",
+    "speculation_acceptance",
+    "speculation_collapsed",
+)
+"""What the fleet says of each backend: on the admin page and as gauges."""
+_NO_REQUEST = RequestFacts("", Tier(""), ContextEstimate(0, 0, 0), 0)
 INTEGRITY_WEIGHT = 0.02
 """Of one answer in a backend's integrity: about the last fifty count."""
 
@@ -51,6 +71,8 @@ class BackendSpec:
     kv_tokens: int | None = None
     stream_usage: bool = True
     profile: Profile | None = None
+    speculates: bool | None = None
+    remote: bool = False
     parser: str = "backend"
     reasoning_parser: str = "backend"
     enforces_choice: bool = False
@@ -64,18 +86,15 @@ class Backend:
     """One backend, live."""
 
     __slots__ = (
-        "_kv_tokens",
-        "_max_in_flight",
         "connections",
         "draining",
         "health",
-        "in_flight",
-        "in_flight_tokens",
         "integrity",
         "metrics",
         "polled_at",
         "served_model",
         "spec",
+        "state_of",
         "window_tokens",
     )
 
@@ -84,16 +103,12 @@ class Backend:
         self.connections = connections
         self.health = Health()
         self.draining = False
-        self.in_flight = 0
-        self.in_flight_tokens = 0
         self.metrics: EngineMetrics | None = None
         self.polled_at: float | None = None
         profile = spec.profile
         self.window_tokens = spec.window_tokens or (profile.window_tokens if profile is not None else None)
-        self._kv_tokens = (profile.kv_tokens if profile is not None else 0) or DEFAULT_KV_TOKENS
-        seats = profile.max_num_seqs if profile is not None else 0
-        self._max_in_flight = spec.max_in_flight or seats or DEFAULT_MAX_IN_FLIGHT
         self.served_model = spec.model
+        self.state_of: Callable[[str], State | None] = lambda name: None
         self.integrity = 1.0
         """Share of answers with tool calls, the latest weighing most, in which every call came right by itself."""
 
@@ -108,70 +123,79 @@ class Backend:
             return "ejected"
         return "draining" if self.draining else "healthy"
 
+    @property
+    def in_flight(self) -> int:
+        state = self.state_of(self.name)
+        return len(state.running) if state is not None else 0
+
+    @property
+    def in_flight_tokens(self) -> int:
+        state = self.state_of(self.name)
+        return state.in_flight_tokens if state is not None else 0
+
     def __repr__(self) -> str:
         return f"<{self.name} {self.state} in_flight={self.in_flight} tokens={self.in_flight_tokens}>"
 
-    def view(self, now: float) -> BackendView:
-        spec, metrics = self.spec, self.metrics
-        return BackendView(
+    def member(self) -> Member:
+        """What is configured of it, else what it said, else its profile, else conservative."""
+        spec, metrics, profile = self.spec, self.metrics, self.spec.profile
+        reported = metrics.kv_tokens if metrics is not None else None
+        return Member(
             spec.name,
-            self.health.healthy,
-            self.draining,
+            profile,
             spec.reference,
             spec.kl_bits,
             self.window_tokens,
-            self._max_in_flight,
-            spec.kv_tokens or (metrics.kv_tokens if metrics is not None else None) or self._kv_tokens,
-            self.in_flight,
-            self.in_flight_tokens,
-            metrics.running if metrics is not None else None,
-            metrics.waiting if metrics is not None else None,
-            metrics.kv_usage if metrics is not None else None,
-            now - self.polled_at if self.polled_at is not None else None,
+            spec.max_in_flight
+            or (profile.max_num_seqs if profile is not None else 0)
+            or DEFAULT_MAX_IN_FLIGHT,
+            spec.kv_tokens
+            or reported
+            or (profile.kv_tokens if profile is not None else 0)
+            or DEFAULT_KV_TOKENS,
+            spec.speculates,
+            spec.remote,
+            metrics.block_size if metrics is not None else None,
         )
-
-
-class Lease:
-    """One request on one backend. `release` may be called any number of times; the first one counts."""
-
-    __slots__ = ("_held", "backend", "tokens")
-
-    def __init__(self, backend: Backend, tokens: int) -> None:
-        self.backend = backend
-        self.tokens = tokens
-        self._held = True
-        backend.in_flight += 1
-        backend.in_flight_tokens += tokens
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            self.backend.in_flight -= 1
-            self.backend.in_flight_tokens -= self.tokens
 
 
 class Pool:
     """All backends by name. Implements `health.HealthSink` and `admin.PoolAdmin`."""
 
-    def __init__(self, backends: Iterable[Backend], clock: Clock, breaker: BreakerParams) -> None:
+    def __init__(
+        self,
+        backends: Iterable[Backend],
+        clock: Clock,
+        breaker: BreakerParams,
+        params: PolicyParams | None = None,
+    ) -> None:
         self.backends = {backend.name: backend for backend in backends}
         self._clock = clock
         self._breaker = breaker
+        self._members = [backend.member() for backend in self.backends.values()]
+        self.fleet = Fleet(self._members, params or PolicyParams())
+        self.changed: Callable[[], None] = _nothing
+        for backend in self.backends.values():
+            backend.state_of = self._state
 
     def __repr__(self) -> str:
         return f"<pool {' '.join(map(repr, self.backends.values()))}>"
 
-    def views(self, names: Iterable[str], now: float) -> tuple[BackendView, ...]:
-        backends = self.backends
-        return tuple([backends[name].view(now) for name in names])
+    def views(self, names: Iterable[str], facts: RequestFacts = _NO_REQUEST) -> tuple[BackendView, ...]:
+        """As they are now."""
+        return self.fleet.views(self._clock.now(), facts, names)
+
+    def _state(self, name: str) -> State | None:
+        return self.fleet.states.get(name)
+
+    def configure(self, params: PolicyParams) -> None:
+        """Another policy from now on; nothing that runs or was learned is touched."""
+        self.fleet.configure(self._clock.now(), self._members, params)
 
     def largest_window(self, names: Iterable[str]) -> int | None:
         """The largest window known among these backends."""
         windows = [w for name in names if (w := self.backends[name].window_tokens)]
         return max(windows) if windows else None
-
-    def lease(self, name: str, tokens: int) -> Lease:
-        return Lease(self.backends[name], tokens)
 
     async def close(self) -> None:
         for backend in self.backends.values():
@@ -186,36 +210,29 @@ class Pool:
     def failed(self, name: str, failure: Failure) -> None:
         backend = self.backends[name]
         before = backend.health
-        backend.health = on_failure(before, failure, self._clock.now(), self._breaker)
-        self._tell(backend, before, failure.value)
+        now = self._clock.now()
+        backend.health = on_failure(before, failure, now, self._breaker)
+        self._tell(backend, before, failure.value, now)
 
-    def judge(self, name: str | None, counts: Counters | None, violations: int) -> None:
+    def judge(self, name: str, sound: bool) -> None:
         """An answer with tool calls was sound, or not: see `Backend.integrity`."""
-        if name is None or counts is None or not counts.calls():
-            return
         backend = self.backends[name]
-        wrong = (
-            counts.cut
-            + counts.failures
-            + counts.duplicates
-            + counts.suspected
-            + counts.undeclared
-            + violations
-        )
-        wrong += counts.repaired_syntax + counts.repaired_arguments
-        backend.integrity += INTEGRITY_WEIGHT * ((not wrong) - backend.integrity)
+        backend.integrity += INTEGRITY_WEIGHT * (sound - backend.integrity)
 
     # -- HealthSink ---------------------------------------------------------------------------------------------
 
     def polled(self, name: str, metrics: EngineMetrics, now: float) -> None:
         backend = self.backends[name]
         backend.metrics, backend.polled_at = metrics, now
+        self._found(now)
+        self.fleet.polled(now, name, numbers(metrics))
+        self.changed()
 
     def probe(self, name: str, ok: bool, detail: str, now: float) -> None:
         backend = self.backends[name]
         before = backend.health
         backend.health = on_probe(before, ok, now, self._breaker)
-        self._tell(backend, before, detail)
+        self._tell(backend, before, detail, now)
 
     def discovered(self, name: str, window_tokens: int | None, served_model: str | None) -> None:
         backend = self.backends[name]
@@ -223,24 +240,39 @@ class Pool:
             backend.window_tokens = window_tokens
         if backend.spec.model is None and served_model:
             backend.served_model = served_model
+        self._found(self._clock.now())
 
-    def _tell(self, backend: Backend, before: Health, why: str) -> None:
+    def _found(self, now: float) -> None:
+        """A capacity that was not known, or is another one now."""
+        members = [backend.member() for backend in self.backends.values()]
+        if members != self._members:
+            self._members = members
+            self.fleet.configure(now, members, self.fleet.params)
+            self.changed()
+
+    def _tell(self, backend: Backend, before: Health, why: str, now: float) -> None:
         if before.state is not backend.health.state:
             level = logging.WARNING if before.healthy else logging.INFO
             log.log(level, "backend %s is %s (%s)", backend.name, backend.health.state.value, why)
+            self.fleet.set_state(now, backend.name, healthy=backend.health.healthy)
+            self.changed()
 
     # -- PoolAdmin ----------------------------------------------------------------------------------------------
 
     def set_draining(self, name: str, draining: bool) -> None:
         """Raises KeyError for a name that is not configured."""
         self.backends[name].draining = draining
+        self.fleet.set_state(self._clock.now(), name, draining=draining)
+        self.changed()
 
     def snapshot(self) -> list[dict[str, object]]:
         """What the admin page and the gauges show, one dict a backend."""
         now = self._clock.now()
         out: list[dict[str, object]] = []
-        for backend in self.backends.values():
-            view, metrics = backend.view(now), backend.metrics
+        figures = self.fleet.snapshot(now)
+        for view in self.views(self.backends):
+            backend = self.backends[view.name]
+            metrics = backend.metrics
             out.append(
                 {
                     "name": backend.name,
@@ -264,6 +296,27 @@ class Pool:
                     "connections": backend.connections.open_connections,
                     "tool_integrity": round(backend.integrity, 4),
                     "failures_in_a_row": backend.health.failures,
+                    "remote": view.remote,
+                    **{key: round(figures[view.name][key], 4) for key in FIGURES},
                 }
             )
         return out
+
+
+def numbers(metrics: EngineMetrics) -> Polled:
+    """What the fleet reads of a poll."""
+    return Polled(
+        metrics.running,
+        metrics.waiting,
+        metrics.kv_usage,
+        _whole(metrics.preemptions),
+        _whole(metrics.spec_draft_tokens),
+        _whole(metrics.spec_accepted_tokens),
+    )
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _nothing() -> None: ...

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import orjson
 
-from policies.types import Drop
+from policies.types import BackendView, Drop
 from proxy.clock import Clock, Timer
 from proxy.errors import Outcome
 from proxy.wire.timing import GapHistogram
@@ -41,13 +41,17 @@ class Record:
     """One request. Times: monotonic seconds, None until (or unless) that point was reached.
 
     time: wall clock at accept, seconds since the epoch. model: the public name asked for; target: the
-    model it is an alias of. tenant: the name of the key. session_hash: a short hash of the session.
+    model it is an alias of. tenant: the name of the key. session_hash: a short hash of the session. conversation: what
+    names it, a hash too. policy: the digest of the policy that decided. prompt_tokens_error: the estimate's typical relative
+    error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from admission), predicted_tpot: what was
+    expected of the backend that was chosen, in tokens and seconds.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
     first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
     read. finished_at: last byte written. prompt_tokens, completion_tokens, cached_tokens: usage as reported.
     tool_counts, history_repairs: what was done about tool calls, in the answer and in the request's history.
-    status: sent to the client. error: a short word for the kind of failure, no content.
+    status: sent to the client. error: a short word for the kind of failure, no content. decisions: what each attempt was
+    decided from, where that is kept.
     """
 
     request_id: str
@@ -65,6 +69,8 @@ class Record:
     attempts: int = 0
     tenant: str | None = None
     session_hash: str | None = None
+    conversation: str | None = None
+    policy: str | None = None
     stream: bool = False
     tools: bool = False
     body_read_at: float | None = None
@@ -79,6 +85,11 @@ class Record:
     prompt_tokens_estimate: int | None = None
     prompt_tokens_low: int | None = None
     prompt_tokens_high: int | None = None
+    prompt_tokens_error: float | None = None
+    cached_tokens_estimate: int | None = None
+    predicted_wait: float | None = None
+    predicted_ttft: float | None = None
+    predicted_tpot: float | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
@@ -92,7 +103,14 @@ class Record:
     error: str | None = None
     bytes_in: int = 0
     bytes_out: int = 0
+    decisions: Sequence[Mapping[str, object]] | None = None
     closed: bool = False
+
+    def expect(self, view: BackendView) -> None:
+        """What the chosen backend is expected to make of it."""
+        self.cached_tokens_estimate = int(view.cached_tokens)
+        if view.forecast is not None:
+            self.predicted_ttft, self.predicted_tpot = view.forecast.ttft, view.forecast.tpot
 
     def close(self, now: float) -> Measures:
         """End the record; what is derived from it is returned. Raises RuntimeError the second time."""
@@ -185,7 +203,7 @@ def line(record: Record, derived: Measures) -> bytes:
         data = orjson.dumps(value, option=_OPTIONS)
     except TypeError:  # a lone surrogate in a name that a client sent
         data = b""
-    if not data or len(data) > MAX_LINE_BYTES:
+    if not data or (len(data) > MAX_LINE_BYTES and record.decisions is None):
         data = orjson.dumps({key: _text(item) for key, item in value.items()}, option=_OPTIONS)
     return data
 
@@ -208,6 +226,8 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "attempts": record.attempts,
         "tenant": record.tenant,
         "session": record.session_hash,
+        "conversation": record.conversation,
+        "policy": record.policy,
         "stream": record.stream,
         "tools": record.tools,
         "outcome": record.outcome,
@@ -218,9 +238,14 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "prompt_tokens_estimate": record.prompt_tokens_estimate,
         "prompt_tokens_low": record.prompt_tokens_low,
         "prompt_tokens_high": record.prompt_tokens_high,
+        "prompt_tokens_error": record.prompt_tokens_error,
         "prompt_tokens": record.prompt_tokens,
         "completion_tokens": record.completion_tokens,
         "cached_tokens": record.cached_tokens,
+        "cached_tokens_estimate": record.cached_tokens_estimate,
+        "predicted_wait_seconds": record.predicted_wait,
+        "predicted_ttft_seconds": record.predicted_ttft,
+        "predicted_tpot_seconds": record.predicted_tpot,
         "body_read_seconds": None if body_read is None else body_read - start,
         "queue_wait_seconds": derived.queue_wait,
         "dispatch_seconds": None if dispatched is None else dispatched - start,
@@ -235,6 +260,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "overhead_seconds": derived.overhead,
         "bytes_in": record.bytes_in,
         "bytes_out": record.bytes_out,
+        "decisions": record.decisions,
     }
 
 

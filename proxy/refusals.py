@@ -9,23 +9,30 @@ from __future__ import annotations
 import ssl
 from collections.abc import Sequence
 
-from policies import BackendView, Decision, DropReason, RequestFacts
+from policies import BackendView, DropReason, Failure, RequestFacts, Shed, ShedReason
 from proxy.attempt import Fault, FaultKind, Reply
 from proxy.errors import Outcome, ProxyError
 from proxy.upstream import Headers
 from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, openai_type, read_error, read_event_error
 
-RETRY_AFTER_SECONDS = 1
-"""Until admission predicts the drain: a slot frees with every finished request."""
+_WHY = {
+    ShedReason.QUEUE_FULL: "The queue is full.",
+    ShedReason.TOO_LATE: "It would start only after its deadline.",
+    ShedReason.EXPIRED: "It waited until its deadline.",
+    ShedReason.WORKING_SET: "The conversations that run take all of the cache.",
+}
 
 
-def refusal(facts: RequestFacts, decision: Decision, views: Sequence[BackendView]) -> ProxyError:
-    """Why no backend was chosen."""
+def turned_away(facts: RequestFacts, shed: Shed, views: Sequence[BackendView]) -> ProxyError:
+    """Why the request is not served now."""
+    decision = shed.decision
     reasons = {drop.backend: drop.reason for drop in decision.drops}
     counted = [reason for reason in reasons.values() if reason is not DropReason.TIER]
     if counted and all(reason is DropReason.PROMPT_TOO_LONG for reason in counted):
         windows = [
-            v.window_tokens for v in views if v.window_tokens and reasons[v.name] is not DropReason.TIER
+            v.window_tokens
+            for v in views
+            if v.window_tokens and reasons.get(v.name) is DropReason.PROMPT_TOO_LONG
         ]
         message = (
             f"This model's maximum context length is {max(windows)} tokens at tier '{facts.tier.name}'. However, your "
@@ -33,9 +40,12 @@ def refusal(facts: RequestFacts, decision: Decision, views: Sequence[BackendView
         )
         return ProxyError(Outcome.BAD_REQUEST, 400, message, code=CONTEXT_LENGTH_EXCEEDED, param="messages")
     named = ", ".join(f"{backend}: {reason.value}" for backend, reason in reasons.items())
-    if decision.only_full():
-        message = f"Every backend that can serve this request is full ({named}). Try again shortly."
-        headers = (("retry-after", str(RETRY_AFTER_SECONDS)), ("x-tierline-reason", "full"))
+    if shed.reason is not ShedReason.NO_BACKEND:
+        message = f"Every backend that can serve this request is full{f' ({named})' if named else ''}."
+        if why := _WHY.get(shed.reason):
+            message += f" {why}"
+        headers = (("retry-after", str(shed.retry_after)), ("x-tierline-reason", shed.reason.value))
+        message += f" Try again in {shed.retry_after} s."
         return ProxyError(
             Outcome.SHED, 429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
         )
@@ -111,3 +121,10 @@ def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> ProxyEr
         param=info.param,
         upstream_headers=tuple(headers),
     )
+
+
+def failure_of(error: ProxyError) -> Failure:
+    """What an error that the backend put into words means for a retry."""
+    if error.code == CONTEXT_LENGTH_EXCEEDED:
+        return Failure.OVERFLOW
+    return Failure.ERROR if error.status >= 500 else Failure.REJECTED

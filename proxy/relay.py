@@ -67,10 +67,12 @@ def _reader(plan: Plan) -> StreamReader | None:
 
 
 class Relay:
-    """One attempt. `headers_for(status, headers)` gives the client's response headers."""
+    """One attempt. `headers_for(status, headers)` gives the client's response headers. `began`: called once, when a stream's
+    first event goes out."""
 
     __slots__ = (
         "_answer",
+        "_began",
         "_buffer",
         "_buffered",
         "_connection",
@@ -100,8 +102,10 @@ class Relay:
         record: Record,
         plan: Plan,
         headers_for: Callable[[int, Headers], Headers],
+        began: Callable[[], None],
     ) -> None:
         self._now = clock.now
+        self._began = began
         self._connection = connection
         self._answer = answer
         self._record = record
@@ -300,6 +304,7 @@ class Relay:
             self._answer.push(first)
         else:
             self._answer.start(200, self._headers_for(200, self._headers), None, first)
+        self._began()
 
     def _pipe(self) -> bool:
         """Pass the answer on unseen from here. False: comments went out, so the client reads an event stream."""

@@ -186,7 +186,10 @@ def bare() -> dict[str, object]:
 def full() -> dict[str, object]:
     made = record(
         **dict.fromkeys(("model", "target", "tier_asked", "tier", "backend", "reason", "tenant"), "x"),
-        **dict.fromkeys(("session_hash", "finish_reason", "error"), "x"),
+        **dict.fromkeys(("session_hash", "conversation", "policy", "finish_reason", "error"), "x"),
+        **dict.fromkeys(("prompt_tokens_error", "predicted_wait", "predicted_ttft", "predicted_tpot"), 0.5),
+        cached_tokens_estimate=5,
+        decisions=[{}],
         **dict.fromkeys(("prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high"), 5),
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 5),
         **dict.fromkeys(("body_read_at", "admitted_at", "dispatched_at", "first_delta_at"), 10.5),
@@ -200,7 +203,14 @@ def full() -> dict[str, object]:
     return json.loads(line(made, made.close(12.0)))
 
 
-TYPES: dict[str, type] = {"string": str, "int": int, "float": float, "bool": bool, "object": dict}
+TYPES: dict[str, type] = {
+    "string": str,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "object": dict,
+    "array": list,
+}
 
 
 def test_every_field_of_a_record_is_documented_with_its_type_and_when_it_is_null() -> None:

@@ -12,8 +12,9 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 
 from proxy.config import problems, rules
+from proxy.config.problems import ELSEWHERE
 from proxy.config.sections import ApiKey, Config
-from proxy.config.values import Secret
+from proxy.config.values import PolicySource, Secret
 
 
 class ConfigError(Exception):
@@ -72,8 +73,12 @@ def _plain(value: object) -> object:
         return {"name": value.name, "key": _plain(value.key), "sha256": hashed}
     if isinstance(value, BaseModel):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, PolicySource):
+        return value.path
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        elsewhere = ELSEWHERE.get(type(value), ())
+        names = [field.name for field in dataclasses.fields(value) if field.name not in elsewhere]
+        return {name: _plain(getattr(value, name)) for name in names}
     if isinstance(value, Secret):
         return f"*** ({value.reference})"
     if isinstance(value, (list, tuple)):

@@ -16,6 +16,11 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Union, get_args, get_origin, get_type_hints
 
+from policies.params import AdmissionParams
+
+ELSEWHERE: Mapping[type, frozenset[str]] = {AdmissionParams: frozenset({"weights"})}
+"""Parameters that are no keys of their own table: weights are the clients' (`server.keys[].weight`)."""
+
 HIDDEN = frozenset({"key", "keys", "sha256"})
 LONGEST_VALUE = 60
 
@@ -133,7 +138,9 @@ def _fields(model: object) -> Mapping[str, object]:
         return {name: field.annotation for name, field in declared.items()}
     if isinstance(model, type) and dataclasses.is_dataclass(model) and not hasattr(model, "reveal"):
         hints = get_type_hints(model)
-        return {field.name: hints[field.name] for field in dataclasses.fields(model)}
+        elsewhere = ELSEWHERE.get(model, ())
+        names = [field.name for field in dataclasses.fields(model) if field.name not in elsewhere]
+        return {name: hints[name] for name in names}
     return {}
 
 

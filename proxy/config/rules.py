@@ -151,7 +151,7 @@ def tiers_can_be_served(config: Config) -> Iterator[str]:
     if any(True for rule in ROUTE_RULES for _ in rule(config)):
         return
     for route in config.routes.values():
-        if not serving(config, route.backends, route.tier):
+        if route.backends and not serving(config, route.backends, route.tier):
             tier = config.tiers[route.tier]
             wants = "reference weights" if tier.reference else f"kl_bits of at most {tier.max_kl_bits:g}"
             yield (

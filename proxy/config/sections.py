@@ -13,17 +13,19 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
-from policies import BreakerParams, RetryParams, RouterParams, Tier, TokenRatio
+from policies import BreakerParams, Tier
 from policies import profile as profiles
+from policies.params import PolicyParams
 from policies.profile import Profile
 from proxy.config import rules
+from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
 from proxy.config.values import (
-    STRICT,
     AbsolutePath,
     Array,
     BaseUrl,
@@ -33,6 +35,7 @@ from proxy.config.values import (
     Count,
     CountOrNone,
     Digest,
+    HeaderName,
     HostName,
     JsonTable,
     Name,
@@ -43,24 +46,37 @@ from proxy.config.values import (
     SecondsOrOff,
     SecretRef,
     Tokens,
-    parameters,
+    Weight,
+    Whole,
 )
 
 ToolFormatName = Literal["openai", "xml", "json"]
 ReasoningName = Literal["backend", "reasoning", "reasoning_content", "both"]
 
 
-class Section(BaseModel):
-    model_config = STRICT
+SESSION_HEADERS = (
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-session-affinity",
+    "x-conversation-id",
+    "conversation_id",
+)
+"""Where clients and agents say which conversation a request belongs to."""
 
 
 class ApiKey(Section):
-    """One client. Its name is the tenant in records; the key is compared by hash and never kept."""
+    """One client. Its name is the tenant in records; the key is compared by hash and never kept. weight: its part of
+    the fair share. priority: of its requests in the queue, the highest that they may ask for."""
 
     name: Name
     key: SecretRef | None = None
     sha256: Digest | None = None
     tool_format: ToolFormatName | None = None
+    weight: Weight = 1.0
+    priority: Whole = 0
 
     @property
     def digest(self) -> str:
@@ -82,6 +98,8 @@ class Server(Section):
     keys: Array[ApiKey] = ()
     allow_unauthenticated: bool = False
     public_paths: Array[AbsolutePath] = ("/health", "/ready", "/version", "/metrics")
+    session_headers: Array[HeaderName] = SESSION_HEADERS
+    watch_config: SecondsOrOff = 0.0
     uvloop: Literal["auto", "on", "off"] = "auto"
 
 
@@ -164,6 +182,8 @@ class Backend(Section):
     health_path: AbsolutePath = "/health"
     metrics_path: AbsolutePath = "/metrics"
     stream_usage: bool = True
+    speculates: bool | None = None
+    remote: bool = False
     max_idle: CountOrNone | None = None
     parser: Literal["backend", "none"] = "backend"
     reasoning_parser: Literal["backend", "none"] = "backend"
@@ -208,43 +228,6 @@ class Model(Section):
     overrides: JsonTable = Field(default_factory=dict)
 
 
-class TierConfig(Section):
-    """A quality level, over mean KL in bits per position."""
-
-    reference: bool = False
-    max_kl_bits: Bits | None = None
-
-
-BUILT_IN_TIERS: Mapping[str, TierConfig] = {
-    "exact": TierConfig(reference=True),
-    "balanced": TierConfig(),
-    "fast": TierConfig(),
-}
-
-
-def _with_built_in_tiers(value: object) -> object:
-    """A table of the file changes only the keys it names of the built-in tier."""
-    if not isinstance(value, dict):
-        return value
-    tiers: dict[str, object] = {name: tier.model_dump() for name, tier in BUILT_IN_TIERS.items()}
-    for name, table in value.items():
-        built_in = tiers.get(name)
-        tiers[name] = (
-            {**built_in, **table} if isinstance(built_in, dict) and isinstance(table, dict) else table
-        )
-    return tiers
-
-
-class Policy(Section):
-    """How requests are routed. The three tables are the parameters of `policies`, under their own names."""
-
-    default_tier: str = "balanced"
-    output_reserve_tokens: Tokens = 1024
-    router: Annotated[RouterParams, parameters(RouterParams)] = RouterParams()
-    tokens: Annotated[TokenRatio, parameters(TokenRatio)] = TokenRatio()
-    retry: Annotated[RetryParams, parameters(RetryParams)] = RetryParams()
-
-
 class Pool(Section):
     """Idle connections to backends, each."""
 
@@ -269,6 +252,7 @@ class Telemetry(Section):
     records: Records = "stdout"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+    decisions: bool = False
 
     @property
     def records_path(self) -> Path | None:
@@ -297,7 +281,7 @@ class Config(Section):
     admin: Admin = Admin()
     backends: Array[Backend] = ()
     models: Annotated[dict[Name, Model], Field(default_factory=dict)]
-    tiers: Annotated[dict[Name, TierConfig], BeforeValidator(_with_built_in_tiers)] = Field(
+    tiers: Annotated[dict[Name, TierConfig], BeforeValidator(with_built_in_tiers)] = Field(
         default_factory=lambda: dict(BUILT_IN_TIERS)
     )
     policy: Policy = Policy()
@@ -351,7 +335,20 @@ class Config(Section):
 
     def tier(self, name: str) -> Tier | None:
         found = self.tiers.get(name)
-        return None if found is None else Tier(name, found.reference, found.max_kl_bits)
+        return None if found is None else found.tier(name)
+
+    @cached_property
+    def policy_params(self) -> PolicyParams:
+        """Everything that decides, in one value."""
+        weights = tuple((key.name, key.weight) for key in self.server.keys if key.weight != 1.0)
+        return self.policy.params(weights)
+
+    @cached_property
+    def policy_digest(self) -> str:
+        """Twelve hex digits that name the policy: equal ones decide alike. Of the parameters, the tiers, the retries."""
+        tiers = sorted((name, repr(self.tier(name))) for name in self.tiers)
+        text = f"{self.policy_params.canonical()} {tiers} {self.policy.retry}"
+        return blake2b(text.encode(), digest_size=6).hexdigest()
 
     def backend(self, name: str) -> Backend:
         return next(backend for backend in self.backends if backend.name == name)

@@ -27,6 +27,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from policies.classic import RANKINGS, own_policy
+from policies.ranking import Ranking
+from proxy.config.problems import ELSEWHERE
+
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -60,6 +64,9 @@ Tokens = Annotated[int, _quantity(int, "a whole number of tokens, at least 1", 1
 Count = Annotated[int, _quantity(int, "a whole number, at least 1", 1)]
 CountOrNone = Annotated[int, _quantity(int, "a whole number, at least 0", 0)]
 Bits = Annotated[float, _quantity(float, "a number of bits per position, at least 0", 0)]
+Factor = Annotated[float, _quantity(float, "a number, at least 0", 0)]
+Weight = Annotated[float, _quantity(float, "a number above 0", 0, above=True)]
+Whole = Annotated[int, _quantity(int, "a whole number, -9 to 9", -9, most=9)]
 Port = Annotated[int, _quantity(int, "a port, 0 to 65535 (0: any free one)", 0, most=65535)]
 
 T = TypeVar("T")
@@ -87,6 +94,7 @@ Name = Annotated[
 HostName = Annotated[
     str, _matches(r"[^\s/\[\]]+", 'a host name or an address without brackets, such as "::"')
 ]
+HeaderName = Annotated[str, _matches(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}", "a header's name in small letters")]
 AbsolutePath = Annotated[str, _matches(r"/[!-~]*", 'a path that starts with "/"')]
 Origin = Annotated[
     str, _matches(r"\*|https?://[^\s/?#@]+", 'an origin such as "https://app.example.org" (no path), or "*"')
@@ -151,6 +159,57 @@ def _records(value: object, info: ValidationInfo) -> object:
 
 
 Records = Annotated[str, BeforeValidator(_records)]
+
+
+def _policy_name(value: object) -> object:
+    if value not in RANKINGS:
+        raise expected(f"the name of a policy ({', '.join(RANKINGS)})")
+    return value
+
+
+PolicyName = Annotated[str, BeforeValidator(_policy_name)]
+
+
+class PolicySource:
+    """A policy of the operator's own: a Python file, run once, while loading. It defines `score(facts, backend)`, and may
+    define `unit`. text: what was run; two versions of it are two policies."""
+
+    __slots__ = ("name", "path", "ranking", "text")
+
+    def __init__(self, path: str, name: str, text: str, ranking: Ranking) -> None:
+        self.path, self.name, self.text, self.ranking = path, name, text, ranking
+
+    def __repr__(self) -> str:
+        return self.path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PolicySource) and (other.path, other.text) == (self.path, self.text)
+
+    def __hash__(self) -> int:
+        return hash((self.path, self.text))
+
+
+def _policy_source(value: object, info: ValidationInfo) -> object:
+    if isinstance(value, PolicySource):
+        return value
+    if not isinstance(value, str) or not value.endswith(".py"):
+        raise expected('the path of a Python file, such as "my_policy.py"')
+    path = _context(info)[1] / value
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise broken(f"{path} cannot be read: {why}") from None
+    names: dict[str, object] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        exec(compile(text, str(path), "exec"), names)
+        ranking = own_policy(path.stem, names.get("score"), names.get("unit", "score"))
+    except Exception as error:
+        raise broken(f"{path} is no policy: {error}") from None
+    return PolicySource(str(path), path.stem, text, ranking)
+
+
+SourceFile = Annotated[PolicySource, PlainValidator(_policy_source)]
 
 
 class Secret:
@@ -249,6 +308,7 @@ def parameters(cls: type) -> GetPydanticSchema:
     fields: dict[str, Any] = {
         f.name: (hints[f.name], f.default if f.default is not dataclasses.MISSING else ...)
         for f in dataclasses.fields(cls)
+        if f.name not in ELSEWHERE.get(cls, ())
     }
     table = create_model(cls.__name__, __config__=STRICT, **fields)
 

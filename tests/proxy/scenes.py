@@ -13,6 +13,8 @@ from tests.proxy.conftest import Gateway, MakeGateway
 from tests.scripted import ScriptedBackend
 
 QUIET = "[health]\ninterval = 86400\n"
+LEAST_LOAD = '[policy]\nname = "least_load"\n'
+"""Choices that need no forecast, and nobody waits."""
 """Backends are polled once: a clock that jumps polls nobody."""
 
 

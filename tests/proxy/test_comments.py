@@ -11,7 +11,7 @@ from proxy.relay import KEEPALIVE
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, MakeGateway, chat
 from tests.proxy.dialects import DIALECTS, Dialect
-from tests.proxy.scenes import COMMENTS, QUIET, polled, scene, settled
+from tests.proxy.scenes import COMMENTS, LEAST_LOAD, QUIET, polled, scene, settled
 from tests.scripted import (
     Chunk,
     Close,
@@ -186,7 +186,9 @@ async def test_a_retry_is_still_possible_after_a_comment(
     backends = (backend,) if failure == "stale" else (backend, other)
     per = {"a": "limits.window_tokens = 4096", "b": "limits.window_tokens = 8192\nlimits.max_in_flight = 1"}
     clock = FakeClock()
-    gateway = await make_gateway(*backends, config=QUIET + COMMENTS, clock=clock, per_backend=per)
+    gateway = await make_gateway(
+        *backends, config=QUIET + COMMENTS + LEAST_LOAD, clock=clock, per_backend=per
+    )
     await polled(gateway)
     session = {"x-session-id": "s"}
     while not backend.requests:  # the session's home is a or b by its hash

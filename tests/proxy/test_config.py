@@ -280,7 +280,10 @@ def test_a_wrong_value_is_named_with_its_place_what_was_expected_and_what_it_got
             "[tiers.a]\nkl_bits = 1",
             'tiers.a.kl_bits: unknown key, did you mean "backends[].quality.kl_bits"?',
         ),
-        ("[tiers.a]\nbound = 1", "tiers.a.bound: unknown key, known here: reference, max_kl_bits"),
+        (
+            "[tiers.a]\nbound = 1",
+            "tiers.a.bound: unknown key, known here: reference, max_kl_bits, no_speculation, slo, spill, last_resort",
+        ),
         ("[pool]\nzzz = 'sk-secret'", "pool.zzz: unknown key, known here: idle_seconds, max_idle"),
     ],
 )
@@ -781,6 +784,9 @@ def uncommented() -> str:
 def test_what_config_toml_has_commented_out_is_valid_when_uncommented(tmp_path: Path) -> None:
     trustme = pytest.importorskip("trustme")
     trustme.CA().cert_pem.write_to_path(tmp_path / "backends-ca.pem")
+    (tmp_path / "my_policy.py").write_text(
+        "def score(facts, backend):\n    return {'load': backend.in_flight}\n"
+    )
     env = {"TIERLINE_KEY_NOTEBOOKS": "sk-a", "TIERLINE_ADMIN_KEY": "sk-b", "VLLM_KEY_FP8": "sk-c"}
     text = uncommented().replace("http://127.0.0.1:8001", "https://127.0.0.1:8001")
     config = loads(text, env, folder=tmp_path)

@@ -20,7 +20,7 @@ from proxy.wire.errors import Api
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, MakeGateway, chat
 from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, Dialect
-from tests.proxy.scenes import COMMENTS, QUIET, TIMES, Scene, eventually, scene
+from tests.proxy.scenes import COMMENTS, LEAST_LOAD, QUIET, TIMES, Scene, eventually, scene
 from tests.scripted import (
     DONE,
     Chunk,
@@ -230,7 +230,7 @@ async def test_an_earlier_attempt_counts_for_the_client_not_for_the_backend_nor_
         gateway = await make_gateway(
             f"http://127.0.0.1:{port}",
             backend,
-            config=QUIET + TIMES + "connect = 1.25\n",
+            config=QUIET + TIMES + "connect = 1.25\n" + LEAST_LOAD,
             per_backend={"a": "limits.max_in_flight = 100", "b": "limits.max_in_flight = 1"},
             clock=clock,
         )

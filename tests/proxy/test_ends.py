@@ -15,7 +15,7 @@ from proxy.wire.errors import Api
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import MakeGateway
 from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, Dialect
-from tests.proxy.scenes import QUIET, dispatching, settled
+from tests.proxy.scenes import LEAST_LOAD, QUIET, dispatching, settled
 from tests.scripted import (
     DONE,
     Chunk,
@@ -73,7 +73,7 @@ async def test_another_backend_answers_when_one_refuses(
 ) -> None:
     refuses = f"http://127.0.0.1:{closed_port()}"
     gateway = await make_gateway(
-        refuses, backend, config=QUIET, per_backend={"b": "limits.max_in_flight = 1"}
+        refuses, backend, config=QUIET + LEAST_LOAD, per_backend={"b": "limits.max_in_flight = 1"}
     )
     backend.answer(*[dialect.stream() if stream else dialect.whole()] * 4)
     for number in range(4):

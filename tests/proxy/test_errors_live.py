@@ -12,6 +12,7 @@ from proxy.errors import Outcome
 from tests.captures import Capture, errors, load
 from tests.client import Response
 from tests.proxy.conftest import CHAT, MakeGateway, chat
+from tests.proxy.scenes import LEAST_LOAD
 from tests.scripted import (
     ScriptedBackend,
     Steps,
@@ -239,7 +240,7 @@ async def test_and_is_tried_on_a_larger_window_too(
     make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend
 ) -> None:
     limits = {"a": "limits.window_tokens = 4096", "b": "limits = { window_tokens = 8192, max_in_flight = 2 }"}
-    gateway = await make_gateway(backend, other, per_backend=limits)
+    gateway = await make_gateway(backend, other, config=LEAST_LOAD, per_backend=limits)
     words = "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens."
     backend.answer(sse(event({"error": {"message": words, "type": "BadRequestError", "code": 400}})))
     response = await gateway.chat(stream=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from policies.types import ChooseReason, Decision, Drop, DropReason
+from policies.calibrate import ContentKind
+from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
 from proxy.config import loads
 from proxy.errors import Outcome
 from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Metrics
@@ -40,7 +41,9 @@ aliases = ["qwen-thinking"]
 SNAPSHOT: list[dict[str, object]] = [
     {"name": "fp8", "state": "healthy", "in_flight": 3, "in_flight_tokens": 900, "running": 3, "waiting": 0,
      "kv_usage": 0.25, "polled_age_seconds": 0.5, "window_tokens": 4096,
-     "tool_integrity": 0.98},
+     "tool_integrity": 0.98, "queue_seconds": 0.2, "busy": 0.5, "warm_factor": 1.0, "cold_factor": 1.1,
+     "decode_factor": 0.9, "cold_error": 0.1, "decode_error": 0.05, "live_conversations": 2, "live_tokens": 900.0,
+     "working_set_share": 1.0, "cached_tokens": 800.0, "speculation_acceptance": 0.6, "speculation_collapsed": 0.0},
     {"name": "bf16", "state": "ejected", "in_flight": 0, "in_flight_tokens": 0, "running": None, "waiting": None,
      "kv_usage": None, "polled_age_seconds": None, "window_tokens": None},
 ]  # fmt: skip
@@ -62,6 +65,7 @@ def streamed(outcome: Outcome = Outcome.OK, **changes: object) -> Record:
     record.last_upstream_at, record.finished_at = 1000.559, 1000.56
     record.prompt_tokens, record.completion_tokens, record.cached_tokens = 100, 11, 64
     record.tool_counts, record.schema_violations = Counters(parsed=2, repaired_ids=1), 1
+    record.predicted_ttft, record.predicted_tpot = 0.2, 0.005
     for name, value in changes.items():
         setattr(record, name, value)
     return record
@@ -93,6 +97,9 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 def everything() -> Metrics:
     """At least one sample of every metric."""
     metrics = observed(streamed(), streamed(Outcome.CANCELLED))
+    metrics.shed("fast", ShedReason.TOO_LATE)
+    metrics.waiting = lambda: {("fast", 0): 2}
+    metrics.estimate_errors = lambda: [("qwen", ContentKind.CODE.value, 0.03)]
     metrics.decided(Decision("fp8", ChooseReason.LEAST_LOAD, (Drop("bf16", DropReason.UNHEALTHY),)))
     return metrics
 

@@ -162,12 +162,15 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "tenant", "session", "stream", "tools", "outcome", "status", "error",
+    "drops", "attempts", "tenant", "session", "conversation", "policy", "stream", "tools", "outcome", "status", "error",
     "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
-    "prompt_tokens", "completion_tokens", "cached_tokens", "body_read_seconds", "queue_wait_seconds",
+    "prompt_tokens_error", "prompt_tokens", "completion_tokens", "cached_tokens", "cached_tokens_estimate",
+    "predicted_wait_seconds", "predicted_ttft_seconds", "predicted_tpot_seconds",
+    "body_read_seconds", "queue_wait_seconds",
     "dispatch_seconds", "backoff_seconds", "ttft_seconds", "upstream_ttft_seconds",
     "chunk_gap_p50_seconds", "chunk_gap_p99_seconds", "chunk_gap_max_seconds", "tpot_seconds",
     "e2e_seconds", "overhead_seconds", "bytes_in", "bytes_out",
+    "decisions",
 ]  # fmt: skip
 
 

@@ -1,17 +1,19 @@
 """Which backend gets a request, seen from outside: tiers, windows, load, sessions, draining; and what a client is told
-when there is none."""
+when there is none. All with the policy `least_load`, whose choices need no forecast; `predicted` is in test_gate_live."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 
 from proxy.errors import Outcome
 from tests.client import Response
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
+from tests.proxy.scenes import LEAST_LOAD
 from tests.scripted import ScriptedBackend, Stall, after, chat_json, chat_stream, error_json, json_answer
 
 REFERENCE = "quality.reference = true"
@@ -27,6 +29,14 @@ tier = "exact"
 alias_of = "tiny"
 tier = "fast"
 """
+
+
+@pytest.fixture
+def make_gateway(make_gateway: MakeGateway) -> MakeGateway:
+    def make(*backends: ScriptedBackend | str, config: str = "", **more: Any) -> Awaitable[Gateway]:
+        return make_gateway(*backends, config=LEAST_LOAD + config, **more)
+
+    return make
 
 
 def tier(name: str) -> dict[str, str]:

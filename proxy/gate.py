@@ -1,0 +1,197 @@
+"""Waiting to be let in. Who goes, waits or is turned away is decided in `policies.admission`; here it is only waited for.
+
+Rules
+1. Every request that was let in has begun in the fleet, and `finish` is called for it exactly once: also when its client
+   left in the very moment in which it was let in.
+2. Whoever changes the fleet calls `pump` afterwards: those whose wait ended are woken in the same step. One timer stands
+   for what ends by itself.
+3. A request that leaves the line (its client went, the gateway stops) is withdrawn at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from random import Random
+
+from policies import Admission, Fleet, Go, PolicyParams, RequestFacts, Result, Shed, Verdict, Wait
+from policies.trace import Trace, TracingRouter
+from proxy.clock import Clock, Timer
+
+_NONE: frozenset[str] = frozenset()
+
+
+class Pass:
+    """A request that has been let in: what was decided, and the duty to say how it ended.
+
+    Nobody sees the first token of an answer that is not streamed: it is taken to come when it was predicted, or its
+    backend would look as if it were still reading the prompt.
+    """
+
+    __slots__ = ("_first", "_gate", "_id", "_over", "go", "trace")
+
+    def __init__(self, gate: Gate, id: int, go: Go, first: Timer | None, trace: Trace | None) -> None:
+        self._gate, self._id, self.go, self.trace = gate, id, go, trace
+        self._first = first
+        self._over = False
+
+    def first_token(self) -> None:
+        if not self._over:
+            self._gate.first_token(self._id)
+
+    def finish(self, result: Result) -> None:
+        """May be called any number of times; the first one counts."""
+        if not self._over:
+            self._over = True
+            if self._first is not None:
+                self._first.cancel()
+            self._gate.finish(self._id, result)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Turned away, and what that was decided from."""
+
+    shed: Shed
+    trace: Trace | None
+
+
+Answer = tuple[Go | Shed, Trace | None]
+
+
+class Gate:
+    """The one way in."""
+
+    def __init__(
+        self, clock: Clock, fleet: Fleet, router: TracingRouter, params: PolicyParams, rng: Random
+    ) -> None:
+        self._clock = clock
+        self._fleet = fleet
+        self._router = router
+        self._admission = Admission(fleet, router, params, rng)
+        self._ids = count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._timer: Timer | None = None
+        self._timer_at: float | None = None
+
+    def configure(self, router: TracingRouter, params: PolicyParams) -> None:
+        """Another policy from now on, also for those who wait."""
+        self._router = router
+        self._admission.configure(self._clock.now(), router, params)
+        self.pump()
+
+    def waiting(self) -> dict[tuple[str, int], int]:
+        """(tier, priority) → how many are in line."""
+        return self._admission.waiting()
+
+    # -- requests
+
+    async def enter(
+        self,
+        facts: RequestFacts,
+        names: Iterable[str],
+        pinned: str | None,
+        queued: Callable[[Wait], None],
+    ) -> Pass | Refused:
+        """Until the request is let in or turned away. `queued`: told, at once, that it has to wait."""
+        id = next(self._ids)
+        verdict: Verdict = self._admission.offer(self._clock.now(), id, facts, names, pinned=pinned)
+        if isinstance(verdict, Wait):
+            self._router.forget()
+            queued(verdict)
+            return self._answer(id, facts, *await self._wait(id))
+        return self._answer(id, facts, *self._traced(verdict))
+
+    def again(
+        self,
+        facts: RequestFacts,
+        names: Iterable[str],
+        *,
+        tried: frozenset[str] = _NONE,
+        pinned: str | None = None,
+        larger_than: int | None = None,
+    ) -> Pass | Refused:
+        """A further attempt of a request that was let in before."""
+        id = next(self._ids)
+        verdict = self._admission.again(
+            self._clock.now(), id, facts, names, tried=tried, pinned=pinned, larger_than=larger_than
+        )
+        return self._answer(id, facts, *self._traced(verdict))
+
+    def _traced(self, verdict: Go | Shed) -> Answer:
+        trace = self._router.take(verdict.decision)
+        self._router.forget()
+        return verdict, trace
+
+    def _answer(
+        self, id: int, facts: RequestFacts, verdict: Go | Shed, trace: Trace | None
+    ) -> Pass | Refused:
+        if isinstance(verdict, Shed):
+            return Refused(verdict, trace)
+        timer, forecast = None, verdict.view.forecast
+        if not facts.stream and forecast is not None:
+            timer = self._clock.call_at(self._clock.now() + forecast.ttft, partial(self.first_token, id))
+        return Pass(self, id, verdict, timer, trace)
+
+    async def _wait(self, id: int) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = answer
+        self._arm()
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():
+                if isinstance(answer.result()[0], Go):  # let in, and gone in the same moment
+                    self.finish(id, Result(ok=False))
+            else:
+                self._admission.withdraw(self._clock.now(), id)
+                self.pump()
+            raise
+        finally:
+            self._waiting.pop(id, None)
+
+    # -- what happens on the backends
+
+    def first_token(self, id: int) -> None:
+        self._fleet.first_token(self._clock.now(), id)
+        self.pump()
+
+    def finish(self, id: int, result: Result) -> None:
+        self._fleet.finish(self._clock.now(), id, result)
+        self.pump()
+
+    def pump(self) -> None:
+        """Wake those whose wait is over. Cheap when nobody waits."""
+        if not self._waiting:
+            return
+        for id, verdict in self._admission.advance(self._clock.now()):
+            answer = self._waiting.get(id)
+            assert not isinstance(verdict, Wait)
+            if answer is not None and not answer.done():
+                answer.set_result((verdict, self._router.take(verdict.decision)))
+            elif isinstance(verdict, Go):  # its task is being cancelled, and has not run since
+                self._fleet.finish(self._clock.now(), id, Result(ok=False))
+        self._router.forget()
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer, for the next wait that ends by itself."""
+        at = self._admission.next_event_at() if self._waiting else None
+        if at == self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._clock.call_at(at, self._fire) if at is not None else None
+
+    def _fire(self) -> None:
+        self._timer = self._timer_at = None
+        self.pump()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._timer_at = None

@@ -1,0 +1,52 @@
+"""Reading a request's body: as much as is allowed, in time, unpacked.
+
+Rules: whatever is wrong with it is a `ProxyError` that says what to change.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from proxy.clock import Clock
+from proxy.errors import Outcome, ProxyError
+from proxy.front import Answer, send_continue
+from proxy.record import Record
+
+# What aiohttp unpacks while it reads; anything else would go on as it is, under a header that is gone.
+_ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+
+
+async def read_body(
+    request: web.BaseRequest, record: Record, answer: Answer, clock: Clock, seconds: float
+) -> bytes:
+    """The whole body; `seconds` from accept until it must be there."""
+    encoding = ", ".join(request.headers.getall("content-encoding", ())).strip().lower()
+    if encoding not in _ENCODINGS:
+        message = f"The content-encoding '{encoding[:100]}' is not known; send gzip, deflate or none."
+        headers = (("accept-encoding", "gzip, deflate"),)
+        raise ProxyError(Outcome.BAD_REQUEST, 415, message, code="unsupported_encoding", headers=headers)
+    if (request.content_length or 0) > request.client_max_size:
+        raise _too_large(request)
+    if request.headers.get("expect", "").lower() == "100-continue":
+        send_continue(request)
+    try:
+        async with clock.timeout_at(record.accepted_at + seconds):
+            body = await request.read()
+    except TimeoutError:
+        message = f"The request body did not arrive within {seconds:g} s."
+        raise ProxyError(Outcome.CLIENT_TIMEOUT, 408, message, code="request_timeout") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(request) from None
+    except (web.PayloadAccessError, web.RequestPayloadError):
+        # Nothing of it will be read again: aiohttp would try, and log a fault of its own.
+        answer.close_behind()
+        request.content.feed_eof()
+        raise ProxyError(Outcome.BAD_REQUEST, 400, "The request body cannot be read.") from None
+    record.body_read_at = clock.now()
+    record.bytes_in = len(body)
+    return body
+
+
+def _too_large(request: web.BaseRequest) -> ProxyError:
+    message = f"The request body is larger than {request.client_max_size} bytes."
+    return ProxyError(Outcome.BAD_REQUEST, 413, message, code="request_too_large")
