@@ -368,18 +368,21 @@ _HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te")
     + (b"trailer", b"transfer-encoding", b"upgrade")
 )
+_NO_NAMES = _HOP_BY_HOP | {b"close"}
+"""What Connection says that names no other header."""
 
 
 def end_to_end(headers: Sequence[tuple[bytes, bytes]], drop: frozenset[bytes]) -> Headers:
     """Headers that may pass a proxy: not hop-by-hop, not named by Connection, not in `drop` (lower case)."""
-    named: set[bytes] = set()
-    for name, value in headers:
-        if len(name) == 10 and name.lower() == b"connection":
-            named.update(token.strip().lower() for token in value.split(b","))
     kept: Headers = []
+    named: set[bytes] = set()
     for pair in headers:
         name = pair[0].lower()
-        if name in drop or name in _HOP_BY_HOP or name in named:
-            continue
-        kept.append(pair)
-    return kept
+        if name in _HOP_BY_HOP:
+            if name == b"connection":
+                named.update(token.strip().lower() for token in pair[1].split(b","))
+        elif name not in drop:
+            kept.append(pair)
+    if named <= _NO_NAMES:
+        return kept
+    return [pair for pair in kept if pair[0].lower() not in named]

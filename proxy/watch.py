@@ -50,11 +50,13 @@ class Watch:
         "_clock",
         "_comment_at",
         "_dispatched_at",
+        "_earliest",
         "_ended_at",
         "_limits",
         "_paused_at",
         "_resumed_at",
         "_shortest",
+        "_soonest",
         "_timer",
     )
 
@@ -64,6 +66,9 @@ class Watch:
         self._attempt = attempt
         self._accepted_at = accepted_at
         self._shortest = min(limits.gap, limits.keepalive_after or limits.gap)  # see rule 1
+        # Before these nothing can fall due, of all that counts from dispatch and from accept.
+        self._soonest = min(self._shortest, limits.first, limits.client_idle)
+        self._earliest = min(limits.total, limits.keepalive_after or limits.total)
         self._dispatched_at = self._resumed_at = 0.0
         self._comment_at: float | None = None
         self._paused_at: float | None = None
@@ -82,7 +87,8 @@ class Watch:
             self._comment_at = now
         if paused:
             self._paused_at = now
-        self._arm(now)
+        due = min(now + self._soonest, self._accepted_at + self._earliest)
+        self._timer = self._clock.call_at(max(due, now), self._tick)
 
     def stop(self) -> None:
         if self._timer is not None:
