@@ -15,12 +15,16 @@ WEIGHT = 0.15
 STEP = 2.0
 """The most that one observation may differ from the factor, as a ratio."""
 
+HALF_LIFE = 60.0
+
 
 class Correction:
     """observed ÷ predicted, as a geometric moving average: factor ← factor × (ratio ÷ factor)^weight.
 
     The ratio is first brought within STEP of the factor, the factor kept within LOWEST..HIGHEST. No unit. Nothing
-    observed: 1. `error` is the same average of the absolute relative error, for metrics.
+    observed: 1. What gets better is believed twice as fast: who is thought slow gets little to show otherwise; and for
+    the same reason `fade` moves it back towards 1 as time passes. `error`: the same average of the absolute relative
+    error, for metrics.
     """
 
     __slots__ = ("_log", "count", "error")
@@ -41,8 +45,14 @@ class Correction:
         ratio = log(observed / predicted)
         step = min(log(STEP), max(-log(STEP), ratio - self._log))
         self.error += weight * (min(10.0, abs(exp(self._log - ratio) - 1.0)) - self.error)
+        if step < 0:
+            weight = min(1.0, 2.0 * weight)
         self._log = min(log(HIGHEST), max(log(LOWEST), self._log + weight * step))
         self.count += 1
+
+    def fade(self, seconds: float) -> None:
+        """So much time has passed: half of it is forgotten in HALF_LIFE seconds."""
+        self._log *= 0.5 ** (seconds / HALF_LIFE)
 
     def forget(self) -> None:
         """The backend is another one now (restarted)."""

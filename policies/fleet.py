@@ -126,6 +126,7 @@ class Fleet:
             running.talk = self.talks.begin(now, key, name, facts)
         state.cache.hold(facts.prefix, facts.link_tokens, None, 0.0, state.outputs)
         state.begin(now, id, running)
+        state.speculation.begins(now, facts.prompt.tokens)
         self._where[id] = state
         self.version += 1
 
@@ -172,6 +173,9 @@ class Fleet:
         if profile is not None and contexts:
             usual = profile.acceptance(sum(contexts) / len(contexts))
         state.speculation.polled(now, numbers.drafted, numbers.accepted, contexts, usual)
+        if state.polled_at >= 0:
+            for correction in (state.warm, state.cold, state.decode):
+                correction.fade(now - state.polled_at)
         state.polled, state.polled_at = numbers, now
         state.excess = max(0, (numbers.running or 0) + (numbers.waiting or 0) - len(state.running))
         self.version += 1
@@ -222,7 +226,7 @@ class Fleet:
                 "speculation_acceptance": (
                     -1.0 if state.speculation.acceptance is None else state.speculation.acceptance
                 ),
-                "speculation_collapsed": float(state.speculation.any_collapsed(now)),
+                "speculation_collapsed": float(state.speculation.drained()),
             }
             for name, state in self.states.items()
         }

@@ -48,7 +48,7 @@ class PredictParams:
     decode_weight: float = 1.0
     usual_output: float = 300.0
     stall_seconds: float = 20.0
-    slow_start_seconds: float = 5.0
+    slow_start_seconds: float = 2.0
     demotion_seconds: float = 60.0
     integrity_answers: int = 20
 
@@ -63,14 +63,15 @@ class PredictParams:
 class SpeculationParams:
     """acceptance_share: below this share of the usual acceptance it has collapsed. least_drafts: drafted tokens between
     two polls that are enough to judge. slow_ratio: so many times the predicted time per token is a slow answer;
-    slow_answers: in a row, in one context range, are a collapse. collapse_seconds: how long the range is drained.
+    slow_answers: in a row, in one context range, are a collapse where no acceptance is reported. look_seconds: after which
+    a drained range gets a request to see whether it is well; doubled, up to a minute, each time that it is not.
     """
 
     acceptance_share: float = 0.3
     least_drafts: int = 300
     slow_ratio: float = 4.0
     slow_answers: int = 3
-    collapse_seconds: float = 60.0
+    look_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.acceptance_share < 1:
@@ -79,7 +80,7 @@ class SpeculationParams:
             raise ValueError("least_drafts and slow_answers must be 1 or more")
         if not self.slow_ratio > 1:
             raise ValueError("slow_ratio must be above 1")
-        _at_least_zero(self, "collapse_seconds")
+        _at_least_zero(self, "look_seconds")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from policies.filters import drop_reason
 from policies.params import RouterParams
 from policies.ranking import Ranking
 from policies.types import (
-    LOAD_REASONS,
     BackendView,
     ChooseReason,
     Decision,
@@ -122,9 +121,9 @@ def _attempt_drop(
 def _slow_but_there(
     facts: RequestFacts, views: Sequence[BackendView], drops: list[Drop], params: RouterParams
 ) -> list[BackendView]:
-    """Those dropped for nothing but a collapse, when no other will ever serve the request: slow beats an error."""
+    """Those dropped for nothing but a collapse, when no other can take the request now: slow beats an error, or a wait."""
     collapsed = {drop.backend for drop in drops if drop.reason is DropReason.COLLAPSED}
-    if not collapsed or any(drop.reason in LOAD_REASONS for drop in drops):
+    if not collapsed:
         return []
     left = [
         view

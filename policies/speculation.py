@@ -1,9 +1,10 @@
 """When speculation stops paying: the study saw 30 % of drafts accepted fall to 1–3 %, and eight times the time per token.
 
-Rules: judged by context range (`context_range`), since one range collapses and another does not. Two signs: the
-acceptance that the engine reports, attributed to the range that most of its streams were in; and the time per token of
-answers. A range that collapsed gets no new requests for `collapse_seconds`, then one more chance; each further collapse
-doubles the time. A restart forgives all.
+Rules: judged by context range (`context_range`), since one range collapses and another does not. The sign is the
+acceptance that the engine reports, attributed to the range that most of its streams were in; where it reports none, the
+time per token of answers. A range that collapsed is drained: it gets a request only when no other backend can take it,
+and one every so often to see whether it is well again; each one that is not doubles the time to the next. A restart
+forgives all.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ from policies.corrections import RANGE_NAMES, context_range
 from policies.params import SpeculationParams
 
 RANGES = len(RANGE_NAMES)
+LONGEST = 60.0
+"""Seconds between two looks at a drained range, at most."""
 
 
 @dataclass(slots=True)
 class Health:
-    """One range. slow: answers in a row far slower than predicted. until: drained until then, seconds."""
+    """One range. slow: answers in a row far slower than predicted. look_at: the next request that may go there to see;
+    every: seconds between those. best: acceptance seen, 0..1."""
 
     slow: int = 0
-    until: float = 0.0
-    times: int = 0
+    drained: bool = False
+    look_at: float = 0.0
+    every: float = 0.0
     best: float = 0.0
 
 
 @dataclass(slots=True)
 class Speculation:
-    """One backend's. `expected(context)` is asked of its profile where there is one; else the best seen counts."""
+    """One backend's."""
 
     params: SpeculationParams
     ranges: list[Health] = field(default_factory=lambda: [Health() for _ in range(RANGES)])
@@ -39,19 +44,26 @@ class Speculation:
     _accepted: int = 0
 
     def collapsed(self, now: float, context: float) -> bool:
-        return now < self.ranges[context_range(context)].until
+        health = self.ranges[context_range(context)]
+        return health.drained and now < health.look_at
 
-    def any_collapsed(self, now: float) -> int:
-        """How many ranges are drained: the alert's figure."""
-        return sum([now < health.until for health in self.ranges])
+    def drained(self) -> int:
+        """How many ranges are: the alert's figure."""
+        return sum([health.drained for health in self.ranges])
+
+    def begins(self, now: float, context: float) -> None:
+        """A request goes there: if the range is drained, the next look comes later."""
+        health = self.ranges[context_range(context)]
+        if health.drained:
+            health.look_at = max(health.look_at, now + health.every)
 
     def polled(
         self, now: float, drafted: int | None, accepted: int | None, contexts: Iterable[float], usual: float
     ) -> None:
         """Counters since the engine's start; contexts of the streams that decode; the usual acceptance, 0: unknown.
 
-        acceptance = accepted ÷ drafted since the last poll. Collapsed: below `acceptance_share` of the usual.
-        Fewer than `least_drafts`: wait for more.
+        acceptance = accepted ÷ drafted since the last poll. Collapsed: below `acceptance_share` of the usual, or of the
+        best seen. Fewer than `least_drafts`: wait for more.
         """
         if drafted is None or accepted is None:
             return
@@ -65,37 +77,34 @@ class Speculation:
         counts = [0] * RANGES
         for context in contexts:
             counts[context_range(context)] += 1
-        if not any(counts):
-            return
-        for place, count in enumerate(counts):
-            # A range that few streams were in has no part in the mean.
-            if count * 2 < sum(counts):
+        for health, count in zip(self.ranges, counts, strict=True):
+            # A range that few of the streams were in has little part in the mean.
+            if not count or count * 2 < sum(counts):
                 continue
-            health = self.ranges[place]
             wanted = usual or health.best
             health.best = max(self.acceptance, health.best * 0.999)
-            if self.acceptance < self.params.acceptance_share * wanted:
-                self._collapse(now, health)
+            self._judge(now, health, self.acceptance < self.params.acceptance_share * wanted)
 
     def answered(self, now: float, context: float, ratio: float) -> None:
         """An answer's time per token ÷ what was predicted for its load, corrections left out."""
-        health = self.ranges[context_range(context)]
-        if ratio < self.params.slow_ratio:
-            health.slow = 0
-            if now >= health.until:
-                health.times = 0
+        if self.acceptance is not None:
             return
-        health.slow += 1
-        if health.slow >= self.params.slow_answers:
-            self._collapse(now, health)
+        health = self.ranges[context_range(context)]
+        slow = ratio >= self.params.slow_ratio
+        health.slow = health.slow + 1 if slow else 0
+        if not slow or health.slow >= self.params.slow_answers:
+            self._judge(now, health, slow)
 
     def restarted(self) -> None:
         self.ranges = [Health() for _ in range(RANGES)]
         self._drafted, self._accepted, self.acceptance = None, 0, None
 
-    def _collapse(self, now: float, health: Health) -> None:
-        if now < health.until:
-            return
-        health.until = now + min(3600.0, self.params.collapse_seconds * 2.0**health.times)
-        health.times = min(16, health.times + 1)
-        health.slow = 0
+    def _judge(self, now: float, health: Health, broken: bool) -> None:
+        if not broken:
+            health.drained = False
+        elif not health.drained:
+            health.drained, health.every = True, self.params.look_seconds
+            health.look_at = now + health.every
+        elif now >= health.look_at - 0.5 * health.every:
+            health.every = min(LONGEST, 2.0 * health.every)
+            health.look_at = now + health.every

@@ -282,4 +282,4 @@ class State:
         if isinstance(self.speed, Learned):
             self.speed.saw_decode(len(self.running) + 1, running.facts.prompt.tokens, seconds)
         else:
-            self.decode.observe(1.0, ratio, 0.1)
+            self.decode.observe(1.0, ratio, 0.2)
