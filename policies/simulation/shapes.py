@@ -104,7 +104,7 @@ AGENTS = Kind(
     added=Lengths(1.0, 0.6, 0.2, 4.0),
     output=Lengths(180, 0.9, 24, 2000),
     gap=Lengths(3, 1.0, 0.3, 60),
-    pause=(0.2, Lengths(45, 0.8, 10, 300)),
+    pause=(0.3, Lengths(75, 0.8, 10, 400)),
     limit=4096,
     tools=True,
     grows_to=Lengths(122_000, 0.05, 100_000, 126_000),
@@ -225,9 +225,9 @@ SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
         Shape("chat", _one(CHAT), CHAT.mean_turns),
-        Shape("agents", _one(AGENTS), AGENTS.mean_turns, warm_up=600.0, seconds=3000.0),
-        Shape("documents", _one(DOCUMENTS), DOCUMENTS.mean_turns, warm_up=120.0, seconds=3600.0),
+        Shape("agents", _one(AGENTS), AGENTS.mean_turns, warm_up=900.0, seconds=7200.0),
+        Shape("documents", _one(DOCUMENTS), DOCUMENTS.mean_turns, warm_up=120.0, seconds=14400.0),
         Shape("burst", _one(CHAT), CHAT.mean_turns, pace=_bursty, peak=2.4),
-        Shape("mixed", _mixed, _MIXED_TURNS, warm_up=600.0, seconds=1200.0),
+        Shape("mixed", _mixed, _MIXED_TURNS, warm_up=900.0, seconds=3600.0),
     )
 }
