@@ -16,6 +16,8 @@ STEP = 2.0
 """The most that one observation may differ from the factor, as a ratio."""
 
 HALF_LIFE = 60.0
+WILD = 5.0
+"""A logarithm of a ratio beyond this is no measurement."""
 
 
 class Correction:
@@ -42,7 +44,7 @@ class Correction:
         """`predicted` without the factor; both above 0, or nothing is learned."""
         if not (predicted > 0 and observed > 0):
             return
-        ratio = log(observed / predicted)
+        ratio = min(WILD, max(-WILD, log(observed) - log(predicted)))
         step = min(log(STEP), max(-log(STEP), ratio - self._log))
         self.error += weight * (min(10.0, abs(exp(self._log - ratio) - 1.0)) - self.error)
         if step < 0:

@@ -23,10 +23,11 @@ LONGEST = 60.0
 @dataclass(slots=True)
 class Health:
     """One range. slow: answers in a row far slower than predicted. look_at: the next request that may go there to see;
-    every: seconds between those. best: acceptance seen, 0..1."""
+    every: seconds between those; looking: one is there. best: acceptance seen, 0..1."""
 
     slow: int = 0
     drained: bool = False
+    looking: bool = False
     look_at: float = 0.0
     every: float = 0.0
     best: float = 0.0
@@ -55,6 +56,7 @@ class Speculation:
         """A request goes there: if the range is drained, the next look comes later."""
         health = self.ranges[context_range(context)]
         if health.drained:
+            health.looking = True
             health.look_at = max(health.look_at, now + health.every)
 
     def polled(
@@ -103,8 +105,9 @@ class Speculation:
         if not broken:
             health.drained = False
         elif not health.drained:
-            health.drained, health.every = True, self.params.look_seconds
+            health.drained, health.looking, health.every = True, False, self.params.look_seconds
             health.look_at = now + health.every
-        elif now >= health.look_at - 0.5 * health.every:
+        elif health.looking:
+            health.looking = False
             health.every = min(LONGEST, 2.0 * health.every)
             health.look_at = now + health.every
