@@ -88,7 +88,9 @@ def trace(name: str, rows: Iterable[Row]) -> Trace:
         full = row.prompt // HASHED_TOKENS
         if row.hashes and full:
             latest[row.hashes[full - 1]] = mine
-    tick = gcd(*[round(row.at * 1000) for row in ordered]) / 1000.0
+    # Times that coincide were rounded; those that only have a common divisor were not.
+    coincide = len({row.at for row in ordered}) < len(ordered)
+    tick = gcd(*[round(row.at * 1000) for row in ordered]) / 1000.0 if coincide else 0.0
     return Trace(
         name, tuple(map(tuple, threads)), ordered[-1].at + max(tick, 1.0), tick if tick >= 1.0 else 0.0
     )

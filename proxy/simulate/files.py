@@ -22,9 +22,9 @@ class BadTrace(ValueError):
 def read_trace(path: Path) -> Trace:
     """A Mooncake trace (a JSON object a line) or an Azure one (CSV with a head); named by its file."""
     with path.open(encoding="utf-8", newline="") as file:
-        first = file.readline()
-        file.seek(0)
         try:
+            first = file.readline()
+            file.seek(0)
             rows = list(mooncake(file) if first.lstrip().startswith("{") else azure(file))
         except UnicodeDecodeError:
             raise BadTrace("not text") from None

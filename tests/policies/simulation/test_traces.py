@@ -102,7 +102,8 @@ def test_times_that_were_rounded_are_spread_over_what_they_were_rounded_to() -> 
     starts = [c.start for c in play(recorded).conversations]
     assert len(set(starts)) == 200
     assert all(sum(3 * i <= at < 3 * i + 3 for at in starts) == 10 for i in range(20))
-    assert trace("t", [Row(0.0, 9, 9), Row(1.001, 9, 9), Row(2.5, 9, 9)]).tick == 0.0
+    assert trace("t", [Row(0.0, 9, 9), Row(1.001, 9, 9), Row(2.5, 9, 9)] * 2).tick == 0.0
+    assert trace("t", [Row(3.0 * i, 9, 9) for i in range(9)]).tick == 0.0
 
 
 def test_an_empty_trace_is_an_error() -> None:
