@@ -13,10 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from policies.frozen import frozen
 from policies.types import ContextEstimate
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptSizes:
     """What was measured of a request body.
 

@@ -8,8 +8,9 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+
+from policies.frozen import frozen
 
 
 class DropReason(StrEnum):
@@ -64,7 +65,7 @@ class ShedReason(StrEnum):
     NO_BACKEND = "no_backend"  # waiting does not help; the decision's drops say why
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Slo:
     """What a tier promises. Time to the first token: at most `ttft_seconds + prefill_factor × cold`, where cold is
     the seconds that prefill of the tokens new to the conversation takes on an idle backend. `tpot_seconds`: seconds
@@ -75,7 +76,7 @@ class Slo:
     tpot_seconds: float = 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Tier:
     """A quality level. `reference`: only unquantized weights; `max_kl_bits`: mean KL in bits per position.
 
@@ -93,7 +94,7 @@ class Tier:
     last_resort: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ContextEstimate:
     """Tokens of a prompt, estimated from its size. `low` is a bound the prompt surely exceeds, `high` one it
     surely does not; `tokens` is the expected value. `low <= tokens <= high`."""
@@ -108,7 +109,7 @@ class ContextEstimate:
         return (self.high - self.low) / (2 * self.tokens) if self.tokens else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RequestFacts:
     """What routing knows of a request.
 
@@ -142,7 +143,7 @@ class RequestFacts:
         return self.prompt.tokens + self.output_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Forecast:
     """What one backend would make of one request, now. All in seconds, but for `tpot`: seconds per token.
 
@@ -171,7 +172,7 @@ class Forecast:
         return self.queue + self.prefill + self.decode + self.harm + self.demotion
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class BackendView:
     """One backend as seen at the moment of a decision.
 
@@ -206,7 +207,7 @@ class BackendView:
     forecast: Forecast | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Drop:
     """A backend that was not considered, and why."""
 
@@ -214,7 +215,7 @@ class Drop:
     reason: DropReason
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Score:
     """A considered backend: `total` (lower is better) and its named terms, in the same unit."""
 
@@ -267,7 +268,7 @@ class Decision:
         return "Decision({!r}, {!r}, {!r}, {!r})".format(*self._key())
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Go:
     """Served now by `decision.backend`; it has begun in the fleet. `view`: the chosen backend as it was seen."""
 
@@ -275,7 +276,7 @@ class Go:
     view: BackendView
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Wait:
     """In line. `seconds`: predicted until it starts. `reason`: what it waits for."""
 
@@ -283,7 +284,7 @@ class Wait:
     reason: ShedReason
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shed:
     """Turned away. `retry_after`: whole seconds, 1 to 60, until a place is predicted; 0 for NO_BACKEND."""
 
@@ -295,7 +296,7 @@ class Shed:
 Verdict = Go | Wait | Shed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Polled:
     """What an engine says of itself. Gauges now, counters since its start (a counter that falls is a restart).
     None: not said. kv_usage: 0..1. drafted, accepted: tokens of speculation."""
@@ -308,7 +309,7 @@ class Polled:
     accepted: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Result:
     """How a request ended. ok: whole and well. Tokens as the backend reported them, None: it did not.
     calls_ok: whether every tool call of the answer came right by itself; None: there was none."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from policies import Failure
+from policies.frozen import frozen
 from proxy.errors import Outcome
 from proxy.upstream import Headers
 from proxy.wire.errors import Api
@@ -28,7 +28,7 @@ class FaultKind(Enum):
     NO_CALL = auto()  # tool_choice asked for a call, and the answer has none
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fault:
     kind: FaultKind
     outcome: Outcome
@@ -37,7 +37,7 @@ class Fault:
     """The decoded error event, if one came."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reply:
     """A whole answer, not sent yet."""
 
@@ -46,7 +46,7 @@ class Reply:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Result:
     """How an attempt ended. `reply`: to be sent. `fault`: to be told or retried. Neither: sent, and whole."""
 
@@ -54,7 +54,7 @@ class Result:
     fault: Fault | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Limits:
     """Seconds. `first`: dispatch → first event. `gap`: between reads. `total`: accept → end. `client_idle`: no
     reading by the client. `keepalive_after`/`interval`: of silence, before and between SSE comments (0: never)."""
@@ -67,7 +67,7 @@ class Limits:
     keepalive_interval: float
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """What the handler knows before the answer: which shape to read, what to hide or rename."""
 

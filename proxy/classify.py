@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from aiohttp import web
 from policies import PromptSizes, RequestFacts, RouterParams, Tier, estimate_prompt
 from policies.calibrate import UNKNOWN_ERROR, Calibration, Mix
 from policies.filters import tier as tier_filter
+from policies.frozen import frozen
 from policies.types import ContextEstimate
 from proxy.attempt import Limits, Plan
 from proxy.config import SESSION_HEADERS as SESSION_HEADERS
@@ -52,7 +53,7 @@ _STREAM_USAGE = frozenset({Api.CHAT, Api.COMPLETIONS})
 _NOTHING = ContextEstimate(0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Classified:
     """A request as routing and relay need it. body: its parsed spans; None when it has none. pinned: the backend
     that holds what the request refers to. work: what its tools mean, if it has any. mix: what its text is made of; None:

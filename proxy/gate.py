@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
 
 from policies import Admission, Fleet, Go, PolicyParams, RequestFacts, Result, Shed, Verdict, Wait
+from policies.frozen import frozen
 from policies.trace import Trace, TracingRouter
 from proxy.clock import Clock, Timer
 
@@ -51,7 +51,7 @@ class Pass:
             self._gate.finish(self._id, result)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refused:
     """Turned away, and what that was decided from."""
 
