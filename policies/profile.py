@@ -81,6 +81,9 @@ class Profile:
         intervals (attention is quadratic).
         """
         points = self.prefill
+        (n0, t0), (n1, t1) = points[0], points[1]
+        if prompt <= n1:
+            return t0 + (prompt - n0) * ((t1 - t0) / (n1 - n0))
         i = min(max(bisect_right(points, (prompt, 0.0)) - 1, 0), len(points) - 2)
         (n0, t0), (n1, t1) = points[i], points[i + 1]
         slope = (t1 - t0) / (n1 - n0)

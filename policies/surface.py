@@ -26,7 +26,7 @@ Cell = tuple[int, int, float]
 class Surface:
     """`cells`: (concurrency, context, cost > 0). `by_rate`: blend rows linearly in 1/cost instead of cost."""
 
-    __slots__ = ("_by_rate", "_exponents", "_logs", "_rows", "concurrencies", "contexts", "last_measured")
+    __slots__ = ("_by_rate", "_exponents", "_logs", "_memo", "_rows", "concurrencies", "contexts", "last_measured")
 
     def __init__(self, cells: Iterable[Cell], *, by_rate: bool = False) -> None:
         known = {(c, x): cost for c, x, cost in cells}
@@ -41,6 +41,7 @@ class Surface:
         for x in self.contexts:
             row = [self._blend_column(known, c, x) for c in self.concurrencies]
             self._rows.append(self._complete(row, self._rows[-1] if self._rows else None))
+        self._memo: list[dict[float, float]] = [{} for _ in self._rows]
         self._exponents = [
             [
                 log2(row[i + 1] / row[i]) / (self._logs[i + 1] - self._logs[i])
@@ -73,6 +74,15 @@ class Surface:
 
     def _along(self, row: int, concurrency: float) -> float:
         """A row's cost: flat below its first concurrency, power laws between, proportional beyond FAR."""
+        memo = self._memo[row]
+        cost = memo.get(concurrency)
+        if cost is None:
+            cost = self._curve(row, concurrency)
+            if len(memo) < FAR:
+                memo[concurrency] = cost
+        return cost
+
+    def _curve(self, row: int, concurrency: float) -> float:
         cs, costs = self.concurrencies, self._rows[row]
         if concurrency <= cs[0]:
             return costs[0]
