@@ -8,16 +8,19 @@ from random import Random
 import pytest
 
 from policies import (
+    BackendView,
     ChooseReason,
     Decision,
     Drop,
     DropReason,
+    Forecast,
     RequestFacts,
     Router,
     RouterParams,
+    Spill,
 )
 from policies.scorers import home
-from tests.policies.build import BALANCED, EXACT, ROUTER, ask, backend, choose, pool_of_three
+from tests.policies.build import BALANCED, EXACT, FAST, ROUTER, ask, backend, choose, pool_of_three
 
 # -- a pool of three
 
@@ -90,6 +93,91 @@ def test_near_the_edge_a_larger_window_is_preferred_to_a_lesser_load() -> None:
 
 def test_no_backend_at_all_is_no_choice() -> None:
     assert choose(ask(), []) == Decision(None, None)
+
+
+# -- tiers
+
+
+def test_a_tier_without_speculation_goes_where_nothing_is_drafted() -> None:
+    plain = replace(FAST, no_speculation=True)
+    views = [backend("mtp", speculates=True), backend("plain", in_flight=20)]
+    decision = choose(ask(plain), views)
+    assert decision.backend == "plain"
+    assert decision.drops == (Drop("mtp", DropReason.SPECULATION),)
+    assert choose(ask(FAST), views).backend == "mtp"
+
+
+def test_a_spill_rule_says_when_others_may_use_the_reference() -> None:
+    bf16, fp8 = backend("bf16", reference=True), backend("fp8", kl_bits=0.01, in_flight=20)
+    full = replace(fp8, in_flight=32)
+    for spill, busy, filled in (
+        (Spill.SOONER, "bf16", "bf16"),
+        (Spill.FULL, "fp8", "bf16"),
+        (Spill.NEVER, "fp8", None),
+    ):
+        tier = replace(BALANCED, spill=spill)
+        assert choose(ask(tier), [bf16, fp8]).backend == busy, spill
+        assert choose(ask(tier), [bf16, full]).backend == filled, spill
+        exact = replace(EXACT, spill=spill)
+        assert choose(ask(exact), [bf16, fp8]).backend == "bf16", "nobody spills into one's own"
+
+
+def test_a_remote_is_a_last_resort_of_tiers_that_name_it_and_of_no_other() -> None:
+    remote, own = backend("cloud", remote=True), backend("own", in_flight=31)
+    last = replace(FAST, last_resort=True)
+    assert choose(ask(last), [remote, own]).backend == "own"
+    decision = choose(ask(last), [remote, replace(own, healthy=False)])
+    assert (decision.backend, decision.reason) == ("cloud", ChooseReason.LAST_RESORT)
+    assert choose(ask(FAST), [remote, replace(own, healthy=False)]).backend is None
+    held = choose(ask(last), [remote, replace(own, held=True)])
+    assert held.backend is None, "one's own will have room: that is admission's to judge"
+    assert held.only_full()
+
+
+def test_exact_does_not_go_to_a_remote_of_less_quality() -> None:
+    exact = replace(EXACT, last_resort=True)
+    views = [backend("cloud", remote=True), backend("bf16", reference=True, healthy=False)]
+    assert choose(ask(exact), views).backend is None
+
+
+def test_a_collapsed_backend_is_used_when_no_other_can_take_the_request_now() -> None:
+    views = [backend("collapsed", collapsed=True), backend("well", in_flight=31)]
+    decision = choose(ask(), views)
+    assert decision.backend == "well"
+    assert decision.drops == (Drop("collapsed", DropReason.COLLAPSED),)
+    for differs in ({"held": True}, {"in_flight": 32}, {"healthy": False}):
+        assert choose(ask(), [views[0], replace(views[1], **differs)]).backend == "collapsed", differs
+    assert choose(ask(), [replace(views[0], healthy=False), replace(views[1], held=True)]).backend is None
+
+
+# -- forecasts
+
+
+def soon(name: str, cached: float = 0.0, **terms: float) -> BackendView:
+    return backend(name, cached_tokens=cached, forecast=Forecast(**terms))
+
+
+def test_the_sum_of_the_forecasts_seconds_decides() -> None:
+    views = [
+        soon("warm_but_busy", 900, queue=3.0),
+        soon("cold", prefill=2.5, harm=1.0),
+        soon("idle", prefill=2.9),
+    ]
+    decision = choose(ask(), views)
+    assert (decision.backend, decision.reason) == ("idle", ChooseReason.SOONEST)
+
+
+def test_affinity_yields_when_the_wait_exceeds_what_the_cache_saves() -> None:
+    for wait, to, why in ((18.0, "warm", ChooseReason.PREFIX), (20.0, "cold", ChooseReason.SOONEST)):
+        decision = choose(ask(), [soon("warm", 900, queue=wait, prefill=0.5), soon("cold", prefill=19.3)])
+        assert (decision.backend, decision.reason) == (to, why)
+
+
+def test_one_view_without_forecast_and_all_are_ranked_by_load() -> None:
+    views = [soon("a", prefill=0.1), backend("b"), backend("c", in_flight=5)]
+    views[0] = replace(views[0], in_flight=3)
+    decision = choose(ask(), views)
+    assert (decision.backend, decision.reason) == ("b", ChooseReason.LEAST_LOAD)
 
 
 # -- further attempts, and what a request refers to
