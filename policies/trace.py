@@ -7,13 +7,13 @@ trace holds: the same facts, views and seed give the same decision in any proces
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from policies.params import RouterParams
 from policies.ranking import Ranking
 from policies.router import Router
-from policies.types import BackendView, Decision, RequestFacts
+from policies.types import BackendView, Decision, RequestFacts, Tier
 
 _NONE: frozenset[str] = frozenset()
 
@@ -30,6 +30,14 @@ class Trace:
     tried: frozenset[str] = _NONE
     pinned: str | None = None
     larger_than: int | None = None
+
+    def scored(self, router: Router) -> Trace:
+        """With the decision made again: the same, and with its scores."""
+        return replace(self, decision=self.again(router))
+
+    def with_tier(self, tier: Tier) -> Trace:
+        """The same request, had its tier meant something else."""
+        return replace(self, facts=replace(self.facts, tier=tier))
 
     def again(self, router: Router) -> Decision:
         """What this router decides from the same facts, views and seed."""

@@ -12,7 +12,6 @@ import logging
 import signal
 import ssl
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from random import Random
 from urllib.parse import urlsplit
 
@@ -49,16 +48,10 @@ END_SECONDS = 5.0
 class App:
     """The gateway as a thing that can be started and stopped; tests use it just like `run`."""
 
-    def __init__(
-        self,
-        config: Config,
-        clock: Clock | None = None,
-        rng: Random | None = None,
-        path: Path | None = None,
-    ) -> None:
+    def __init__(self, config: Config, clock: Clock | None = None, rng: Random | None = None) -> None:
         self.config = config
         self.clock = clock or LoopClock()
-        self.reloader = Reloader(config, path, self.configure, self.clock)
+        self.reloader = Reloader(config, self.configure, self.clock)
         self._watch: asyncio.Task[None] | None = None
         self._write = _writer(config)
         self.recorder = Recorder(self.clock, self._write)
@@ -256,8 +249,8 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
     return Backend(spec, connections)
 
 
-async def _serve(config: Config, path: Path | None) -> int:
-    app = App(config, path=path)
+async def _serve(config: Config) -> int:
+    app = App(config)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
@@ -280,12 +273,12 @@ async def _serve(config: Config, path: Path | None) -> int:
     return 0
 
 
-def run(config: Config, path: Path | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; SIGHUP reads `path` again.
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; SIGHUP reads the file again.
 
     Returns the exit code; raises OSError when an address cannot be had."""
     with asyncio.Runner(loop_factory=_loop_factory(config.server.uvloop)) as runner:
-        return runner.run(_serve(config, path))
+        return runner.run(_serve(config))
 
 
 def _loop_factory(choice: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -18,12 +18,12 @@ import socket
 import sys
 from datetime import UTC, datetime
 from enum import IntEnum
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from proxy import __version__
+from proxy.replay.cli import explain, replay
 from proxy.sim.cli import sim
 from proxy.simulate.cli import simulate
 
@@ -75,7 +75,7 @@ def serve(path: str) -> None:
     from proxy.app import run
 
     try:
-        code = run(config, Path(path))
+        code = run(config)
     except OSError as error:
         if error.errno not in BIND_ERRORS and not isinstance(error, socket.gaierror):
             raise
@@ -145,6 +145,8 @@ def _load(path: str) -> Config:
 
 
 main.add_command(sim)
+main.add_command(replay)
+main.add_command(explain)
 main.add_command(simulate)
 
 

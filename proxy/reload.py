@@ -45,11 +45,9 @@ class Reloaded:
 class Reloader:
     """`apply` puts a sound configuration in force; it is called with nothing awaited in between."""
 
-    def __init__(
-        self, config: Config, path: Path | None, apply: Callable[[Config], None], clock: Clock
-    ) -> None:
+    def __init__(self, config: Config, apply: Callable[[Config], None], clock: Clock) -> None:
         self.config = config
-        self._path = path
+        self._path = config.source
         self._apply = apply
         self._clock = clock
         self._seen = self._stamp()

@@ -321,6 +321,10 @@ def test_every_command_is_documented_and_no_other() -> None:
 def test_every_option_is_documented_with_its_command_and_default(path: str, command: click.Command) -> None:
     table = {word.split()[0]: row for row in rows("cli.md", 4)[1:] for word in words(row[0])}
     for option in command.params:
+        if isinstance(option, click.Argument):
+            assert option.name is not None
+            assert option.name.upper() in command.get_usage(click.Context(command))
+            continue
         assert isinstance(option, click.Option)
         for name in option.opts:
             assert name in table, f"{path} {name}"
@@ -332,6 +336,8 @@ def test_every_option_is_documented_with_its_command_and_default(path: str, comm
                 else f"{option.default:g}"
                 if isinstance(option.default, float)
                 else option.default
+                if isinstance(option.default, str)
+                else "none"
             )
             assert default.strip("`") == said, f"{path} {name}"
             if option.envvar:

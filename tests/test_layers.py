@@ -24,7 +24,7 @@ LAYERS = (
     ("classify", "tokenizer"),
     ("exchange",),
     ("handler", "admin"),
-    ("app", "sim", "simulate"),
+    ("app", "sim", "simulate", "replay"),
     ("check",),
     ("cli",),
     ("__main__",),

@@ -33,7 +33,27 @@ def load(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8 at byte {error.start}"]) from None
-    return loads(text, env, source=str(path), folder=Path(path).parent)
+    config = loads(text, env, source=str(path), folder=Path(path).parent)
+    config.__dict__["source"] = Path(path)  # no key of the file, and no part of what makes two equal
+    return config
+
+
+def load_with(path: str | Path, candidate: str | Path, env: Mapping[str, str] = os.environ) -> Config:
+    """`load` with the tables `policy` and `tiers` of another file in place of its own; whatever else that holds is left
+    out of account. Paths in it start at its own folder."""
+    try:
+        base, over = (
+            tomllib.loads(Path(path).read_text("utf-8")),
+            tomllib.loads(Path(candidate).read_text("utf-8")),
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{error}"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([problems.syntax(str(candidate), str(error))]) from None
+    taken: dict[str, object] = {name: over[name] for name in ("policy", "tiers") if name in over}
+    if not taken:
+        raise ConfigError([f"{candidate}: has neither [policy] nor [tiers]"])
+    return _read({**base, **taken}, env, str(candidate), Path(candidate).parent)
 
 
 def loads(
@@ -44,6 +64,10 @@ def loads(
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([problems.syntax(source, str(error))]) from None
+    return _read(data, env, source, folder)
+
+
+def _read(data: dict[str, object], env: Mapping[str, str], source: str, folder: Path) -> Config:
     context = {"env": env, "folder": folder}
     wrong: list[str] = []
     doubtful: frozenset[str] = frozenset()

@@ -291,6 +291,11 @@ class Config(Section):
     telemetry: Telemetry = Telemetry()
 
     @cached_property
+    def source(self) -> Path | None:
+        """The file it was read from (`load` puts it here)."""
+        return None
+
+    @cached_property
     def routes(self) -> Mapping[str, ModelRoute]:
         """Every public name, aliases included, in the order of the file."""
         routes: dict[str, ModelRoute] = {}

@@ -35,7 +35,7 @@ class File:
 
     async def start(self, more: str, clock: FakeClock | None = None) -> Gateway:
         self.write(more)
-        app = App(load(self.path, {}), clock, Random(7), self.path)
+        app = App(load(self.path, {}), clock, Random(7))
         self.gateway = Gateway(app)
         await app.start()
         return self.gateway
@@ -204,7 +204,7 @@ async def test_the_header_explains_to_who_has_the_admin_key(
     path = tmp_path / "config.toml"
     admin = '[admin]\nport = 0\nkey = "env:ADMIN"\n'
     path.write_text(config_text([backend.url], QUIET + admin, {}), "utf-8")
-    gateway = Gateway(App(load(path, {"ADMIN": "sk-admin"}), None, Random(7), path))
+    gateway = Gateway(App(load(path, {"ADMIN": "sk-admin"}), None, Random(7)))
     await gateway.app.start()
     try:
         asked = {"x-tierline-explain": "1", "x-tierline-admin-key": "sk-admin"}
