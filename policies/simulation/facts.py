@@ -27,7 +27,7 @@ def facts_of(conversation: Conversation, turn: Turn, block_tokens: int) -> Reque
         stream=True,
         prefix=turn.chain[: turn.prompt // block_tokens],
         link_tokens=block_tokens * conversation.bias,
-        conversation=conversation.identity,
+        conversation=conversation.identity or conversation.opening,
         priority=conversation.priority,
         share=conversation.tenant,
     )

@@ -14,6 +14,7 @@ from policies import profile as profiles
 from policies.admission import Admission
 from policies.fleet import Fleet, Member
 from policies.params import PolicyParams
+from policies.ranking import Ranking
 from policies.router import Router
 from policies.simulation.machines import Running
 from policies.simulation.values import Machine, Served
@@ -66,12 +67,14 @@ def member(machine: Machine) -> Member:
 
 
 class Live:
-    """The gateway's own policy with these params."""
+    """The gateway's own policy with these params. `ranking`: a user's own, whose name is in them."""
 
-    def __init__(self, machines: Sequence[Machine], params: PolicyParams, rng: Random) -> None:
+    def __init__(
+        self, machines: Sequence[Machine], params: PolicyParams, rng: Random, ranking: Ranking | None = None
+    ) -> None:
         self.names = tuple([machine.name for machine in machines])
         self.fleet = Fleet([member(machine) for machine in machines], params)
-        self.admission = Admission(self.fleet, Router(params.router, params.name), params, rng)
+        self.admission = Admission(self.fleet, Router(params.router, ranking or params.name), params, rng)
         self.advance = self.admission.advance
         self.next_event_at = self.admission.next_event_at
         self.withdraw = self.admission.withdraw
@@ -90,6 +93,6 @@ class Live:
         self.fleet.set_state(now, name, healthy=healthy)
 
 
-def live(params: PolicyParams) -> Make:
+def live(params: PolicyParams, ranking: Ranking | None = None) -> Make:
     """Players of the gateway's own policy."""
-    return lambda machines, rng: Live([running.machine for running in machines], params, rng)
+    return lambda machines, rng: Live([running.machine for running in machines], params, rng, ranking)

@@ -5,7 +5,7 @@ latest one whose whole prompt it begins with, and comes no sooner than `PAUSE` a
 trace is played. Without (Azure's): every request stands alone and nothing is ever shared. At a lower rate than the
 recorded one a share of the conversations is drawn, each whole, so that people take as long between turns as they did
 (stretched times would let every cache forget them); at a higher one all times are divided. Rows say nothing of who asks:
-no conversation has an identity.
+no conversation has an identity, only a beginning.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Trace:
         bodies = Random(rng.getrandbits(64))
         alone = _Alone()
         conversations = []
-        for thread in self.threads:
+        for number, thread in enumerate(self.threads):
             lot, bias = bodies.random(), exp(bodies.gauss(0.0, ESTIMATE_ERROR))
             times = [(row.at + bodies.random() * self.tick) / scale for row in thread]
             rows = [(at, row) for at, row in zip(times, thread, strict=True) if at < total]
             if rows and lot < kept:
-                conversations.append(_conversation(rows, bias, alone))
+                conversations.append(_conversation(rows, f"{self.name}-{number}", bias, alone))
         conversations.sort(key=lambda conversation: conversation.start)
         return Traffic(self.name, tuple(conversations), total, self.warm_up)
 
@@ -120,7 +120,9 @@ class _Alone:
         return tuple(range(self._next, self._next + count))
 
 
-def _conversation(rows: Sequence[tuple[float, Row]], bias: float, alone: _Alone) -> Conversation:
+def _conversation(
+    rows: Sequence[tuple[float, Row]], opening: str, bias: float, alone: _Alone
+) -> Conversation:
     turns: list[Turn] = []
     chains = [engine_blocks(row) or alone.blocks(row.prompt // BLOCK_TOKENS) for _, row in rows]
     for place, (at, row) in enumerate(rows):
@@ -133,7 +135,7 @@ def _conversation(rows: Sequence[tuple[float, Row]], bias: float, alone: _Alone)
         gap = PAUSE if place else 0.0
         allowed = max(OUTPUT_RESERVE, row.output)
         turns.append(Turn(row.prompt, row.output, new, gap, chain, allowed, at=at))
-    return Conversation(rows[0][0], tuple(turns), bias=bias)
+    return Conversation(rows[0][0], tuple(turns), opening=opening, bias=bias)
 
 
 def engine_blocks(row: Row) -> tuple[int, ...]:

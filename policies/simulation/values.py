@@ -42,9 +42,9 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`start`: when its first turn comes. `identity`: what its requests say of themselves (a session header, an
-    agent's own), None if nothing: then only the prefix tells. `bias`: true prompt tokens × this is what the gateway
-    believes."""
+    """`start`: when its first turn comes. `identity`: what its requests say of themselves (a session header, an agent's
+    own), None if nothing; then `opening` tells its beginning from others. `bias`: true prompt tokens × this is what the
+    gateway believes."""
 
     start: float
     turns: tuple[Turn, ...]
@@ -53,6 +53,7 @@ class Conversation:
     tenant: str | None = None
     priority: int = 0
     bias: float = 1.0
+    opening: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

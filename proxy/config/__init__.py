@@ -8,7 +8,7 @@ Rules
    how a mistake is worded; `load` ties them together. Other packages import from here only.
 """
 
-from proxy.config.load import ConfigError, effective, load, load_with, loads
+from proxy.config.load import ConfigError, effective, load, load_policy, load_with, loads
 from proxy.config.policy import Policy
 from proxy.config.rules import is_loopback, serving
 from proxy.config.sections import (
@@ -52,6 +52,7 @@ __all__ = [
     "effective",
     "is_loopback",
     "load",
+    "load_policy",
     "load_with",
     "loads",
     "serving",

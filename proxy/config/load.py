@@ -56,6 +56,20 @@ def load_with(path: str | Path, candidate: str | Path, env: Mapping[str, str] = 
     return _read({**base, **taken}, env, str(candidate), Path(candidate).parent)
 
 
+def load_policy(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:
+    """The policy of a file, for a fleet that no configuration describes: its [policy] and [tiers], and one backend that
+    nobody asks. Whatever else the file holds is left out of account."""
+    try:
+        data = tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{error}"]) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([problems.syntax(str(path), str(error))]) from None
+    taken: dict[str, object] = {name: data[name] for name in ("policy", "tiers") if name in data}
+    nobody = {"backends": [{"name": "nobody", "url": "http://127.0.0.1:9"}], "models": {"model": {}}}
+    return _read({**nobody, **taken}, env, str(path), Path(path).parent)
+
+
 def loads(
     text: str, env: Mapping[str, str] = os.environ, *, source: str = "config", folder: Path = Path()
 ) -> Config:

@@ -35,8 +35,8 @@ FACTORS = {"down": 0.0, "slow": 0.25, "collapse": 0.02}
     "--policy",
     "policies",
     multiple=True,
-    metavar="NAME",
-    help="Of the gateway, or clairvoyant; several times. Default: predicted, least_in_flight and clairvoyant.",
+    metavar="NAME|FILE",
+    help="Several times. Default: predicted, least_in_flight and clairvoyant. Of a TOML file its [policy].",
 )
 @click.option(
     "--load",
@@ -165,10 +165,27 @@ def _players(names: tuple[str, ...]) -> dict[str, Make | None]:
             players[name] = None
         elif name in RANKINGS:
             players[name] = live(PolicyParams(name=name))
+        elif name.endswith(".toml"):
+            players[Path(name).stem] = _own(name)
         else:
             known = ", ".join([*RANKINGS, REFERENCE])
-            raise click.BadParameter(f"unknown policy {name!r}; known: {known}", param_hint="--policy")
+            raise click.BadParameter(
+                f"unknown policy {name!r}; known: {known}, and .toml files", param_hint="--policy"
+            )
     return players
+
+
+def _own(path: str) -> Make:
+    """The [policy] of a file."""
+    from policies.simulation import live
+    from proxy.config import ConfigError, load_policy
+
+    try:
+        config = load_policy(path)
+    except ConfigError as error:
+        raise click.BadParameter(str(error), param_hint="--policy") from None
+    ranking = config.policy.ranking
+    return live(config.policy_params, None if isinstance(ranking, str) else ranking)
 
 
 def _source(name: str) -> Source:

@@ -158,3 +158,33 @@ def test_the_shapes_on_the_command_line_are_those_of_the_simulator() -> None:
     from policies.simulation import SHAPES as drawn
 
     assert tuple(drawn) == SHAPES
+
+
+def test_a_files_policy_plays_beside_the_named_ones(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text('[policy]\nname = "round_robin"\n')
+    other = tmp_path / "other.toml"
+    other.write_text('[policy]\nfile = "own.py"\n')
+    (tmp_path / "own.py").write_text(
+        "def score(facts, backend):\n    return {'w': float(backend.name == 'fp8')}\n"
+    )
+    lines = tmp_path / "out.jsonl"
+    policies = ["--policy", "round_robin", "--policy", str(mine), "--policy", str(other)]
+    result = CliRunner().invoke(simulate, ["--rate", "2", "--seconds", "20", *policies, "--json", str(lines)])
+    assert result.exit_code == 0, result.output
+    named, same, own = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert (named["policy"], same["policy"], own["policy"]) == ("round_robin", "mine", "other")
+    assert named | {"policy": "mine"} == same
+    assert own["shares"]["fp8"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("[policy]\nname = 'best'", "policy.name"), ("[policy", "TOML"), ("[policy.router]\nkv = 1", "kv")],
+)
+def test_a_file_with_a_wrong_policy_is_a_usage_error(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(text)
+    result = CliRunner().invoke(simulate, ["--policy", str(path)])
+    assert result.exit_code == 2
+    assert says.lower() in result.output.lower()
