@@ -48,6 +48,10 @@ class HealthSink(Protocol):
 
     def discovered(self, name: str, window_tokens: int | None, served_model: str | None) -> None: ...
 
+    def busy(self, name: str) -> bool:
+        """Whether requests of ours run there."""
+        ...
+
 
 class HealthPoller:
     """One task a backend. `start` and `stop` are called once each, on the running loop."""
@@ -138,6 +142,10 @@ class Watch:
             if status not in _ABSENT:
                 return _ok(status), detail
             self._without[path] = ASK_AGAIN_ROUNDS
+        if self._known and self._sink.busy(self.name):
+            # Its list of models would do harm: llama-cpp-python ends the answer that runs for whoever asks for it.
+            status, _, detail = await self._get(path)
+            return _ok(status) or status in _ABSENT, detail
         status, _, detail = await self._get(MODELS_PATH)
         return _ok(status), detail
 

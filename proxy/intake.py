@@ -20,15 +20,14 @@ async def read_body(
     request: web.BaseRequest, record: Record, answer: Answer, clock: Clock, seconds: float
 ) -> bytes:
     """The whole body; `seconds` from accept until it must be there."""
-    headers = request.headers
-    encoding = ", ".join(headers.getall("content-encoding", ())).strip().lower()
+    encoding = ", ".join(request.headers.getall("content-encoding", ())).strip().lower()
     if encoding not in _ENCODINGS:
         message = f"The content-encoding '{encoding[:100]}' is not known; send gzip, deflate or none."
-        known = (("accept-encoding", "gzip, deflate"),)
-        raise ProxyError(Outcome.BAD_REQUEST, 415, message, code="unsupported_encoding", headers=known)
+        headers = (("accept-encoding", "gzip, deflate"),)
+        raise ProxyError(Outcome.BAD_REQUEST, 415, message, code="unsupported_encoding", headers=headers)
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large(request)
-    if headers.get("expect", "").lower() == "100-continue":
+    if request.headers.get("expect", "").lower() == "100-continue":
         send_continue(request)
     try:
         if request.content.is_eof():  # most bodies came with their head

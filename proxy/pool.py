@@ -228,6 +228,9 @@ class Pool:
         self.fleet.polled(now, name, numbers(metrics))
         self.changed()
 
+    def busy(self, name: str) -> bool:
+        return self.backends[name].in_flight > 0
+
     def probe(self, name: str, ok: bool, detail: str, now: float) -> None:
         backend = self.backends[name]
         before = backend.health

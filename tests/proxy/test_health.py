@@ -23,6 +23,7 @@ class Sink:
         self.metrics: list[EngineMetrics] = []
         self.found: list[tuple[int | None, str | None]] = []
         self.probed = asyncio.Event()
+        self.runs = False
 
     def polled(self, name: str, metrics: EngineMetrics, now: float) -> None:
         self.metrics.append(metrics)
@@ -33,6 +34,9 @@ class Sink:
 
     def discovered(self, name: str, window_tokens: int | None, served_model: str | None) -> None:
         self.found.append((window_tokens, served_model))
+
+    def busy(self, name: str) -> bool:
+        return self.runs
 
 
 class Server:
@@ -124,6 +128,25 @@ async def test_a_server_without_health_or_metrics_is_probed_by_its_models(watche
     assert sink.metrics == []
     assert sink.found == [(None, "tiny")]
     assert (server.asked["/health"], server.asked["/metrics"]) == (1, 1)
+
+
+async def test_a_server_that_only_has_models_is_not_asked_for_them_while_it_answers_one_of_ours(watched):
+    """llama-cpp-python ends a running stream when anybody asks for its models."""
+    server, sink, poll = await watched(dict(PYTHON_PAGES))
+    await poll()
+    asked = server.asked["/v1/models"]
+    sink.runs = True
+    await poll()
+    await poll()
+    assert server.asked["/v1/models"] == asked
+    assert sink.probes == [(True, "status 200"), (True, "status 404"), (True, "status 404")]
+    server.pages["/health"] = (503, b"")
+    await poll()
+    assert sink.probes[-1] == (False, "status 503")
+    sink.runs = False
+    server.pages["/health"] = (404, b"")
+    await poll()
+    assert server.asked["/v1/models"] > asked
 
 
 async def test_absent_paths_are_asked_for_again_now_and_then(watched):
