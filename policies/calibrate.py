@@ -74,6 +74,8 @@ RECENT = 100
 """Predictions whose error is kept."""
 SOLVE_OFTEN, SOLVE_EVERY = 16, 32
 """Reports up to which each one counts at once; later they are put together."""
+SETTLED, SETTLED_EVERY = 400, 8
+"""Reports of a kind from which only every eighth is learned from: weights hardly move, and learning costs a request."""
 UNKNOWN_ERROR = 0.3
 """Stated while nothing was reported: the default's error on text of any kind."""
 OUTLIER = 0.25
@@ -86,7 +88,7 @@ _RANGE = range(_N)
 class _Regression:
     """Least squares over relative errors: sums only, solved now and then."""
 
-    __slots__ = ("_products", "_scale", "count", "errors", "spread", "typical", "weights")
+    __slots__ = ("_products", "_scale", "count", "errors", "seen", "spread", "typical", "weights")
 
     def __init__(self) -> None:
         # Σ x·xᵀ (its upper half) and, last, Σ x·y: counts and tokens over the tokens. Instead of fading the old
@@ -94,7 +96,7 @@ class _Regression:
         self._products = [[0.0] * (_N + 1) for _ in _RANGE]
         self._scale = 1.0
         self.weights: Sequence[float] = DEFAULT
-        self.count = 0
+        self.count = self.seen = 0
         self.errors: list[float] = []
         self.typical = self.spread = UNKNOWN_ERROR
 
@@ -161,6 +163,9 @@ class Calibration:
         """A backend reported the prompt's tokens. Not for prompts with media: what those hold nobody counted."""
         if tokens > 0:
             kind = self._kinds[kind_of(mix)]
+            kind.seen += 1
+            if kind.count >= SETTLED and kind.seen % SETTLED_EVERY:
+                return
             kind.learn(mix, tokens)
             # The model's overall weights speak for kinds that were seen too little.
             if self._all.count < 64 or kind.count % 8 == 0:
