@@ -74,8 +74,9 @@ RECENT = 100
 """Predictions whose error is kept."""
 SOLVE_OFTEN, SOLVE_EVERY = 16, 32
 """Reports up to which each one counts at once; later they are put together."""
-SETTLED, SETTLED_EVERY = 400, 8
-"""Reports of a kind from which only every eighth is learned from: weights hardly move, and learning costs a request."""
+SETTLED, SETTLED_EVERY, AGREED = 400, 8, 0.08
+"""Reports of a kind after which only every eighth is learned from if it agrees with the estimate, within that relative
+error: learning costs every request."""
 UNKNOWN_ERROR = 0.3
 """Stated while nothing was reported: the default's error on text of any kind."""
 OUTLIER = 0.25
@@ -124,6 +125,10 @@ class _Regression:
             self.typical = median(self.errors)
             self.spread = quantiles(self.errors, n=10)[-1] if self.count > 1 else UNKNOWN_ERROR
 
+    def agrees(self, mix: Mix, tokens: float) -> bool:
+        """A report from which there is little to learn."""
+        return abs(_dot(self.weights, mix) / tokens - 1.0) <= AGREED
+
     def _solved(self) -> list[float]:
         """(Σ x·xᵀ + pull) w = Σ x·y + pull × default, the default scaled to what was seen."""
         rows = [[value / self._scale for value in row] for row in self._products]
@@ -164,7 +169,7 @@ class Calibration:
         if tokens > 0:
             kind = self._kinds[kind_of(mix)]
             kind.seen += 1
-            if kind.count >= SETTLED and kind.seen % SETTLED_EVERY:
+            if kind.count >= SETTLED and kind.seen % SETTLED_EVERY and kind.agrees(mix, tokens):
                 return
             kind.learn(mix, tokens)
             # The model's overall weights speak for kinds that were seen too little.
