@@ -125,6 +125,7 @@ class Simulation:
         self._ids += 1
         served.id = self._ids
         served.attempts += 1
+        served.asked = self.now
         facts = facts_of(served.conversation, served.turn, self.traffic.block_tokens)
         self._obey(served, self._player.offer(self.now, served.id, served, facts))
 

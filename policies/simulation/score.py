@@ -1,8 +1,9 @@
 """What a run was worth: the SLO, goodput, and the figures beside it.
 
-Rules: a turn counts where its first attempt arrived, in `[since, until)`. It is met if it was answered in whole without
-having been shed, its first token came in time and the rest fast enough. Goodput = met ÷ offered; turns that never
-came, because the one before them was not answered, were offered, too. Seconds; seconds per token.
+Rules: a turn counts where its first attempt arrived, in `[since, until)`. Each attempt of a client is a request, as it
+is for the gateway: offered, and met if it was answered in whole, its first token in time and the rest fast enough. One that
+was shed or cut was offered and missed, whatever came of the next. Goodput = met ÷ offered; turns that never came, because
+the one before them was not answered, were offered, too. Seconds; seconds per token.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SLO = Slo()
 
 
 def judge(machines: Iterable[Machine], slo: Slo = SLO) -> Judge:
-    """Whether a turn met the SLO. Its prefill is that of the fastest backend that may serve its tier: the strictest
-    reading."""
+    """Whether a turn's last attempt met the SLO. Its prefill is that of the fastest backend that may serve its tier:
+    the strictest reading."""
     profile_of = {machine.name: profiles.get(machine.profile) for machine in machines}
     views = [
         (BackendView(name, reference=p.quality.reference, kl_bits=p.quality.kl_bits), p)
@@ -42,7 +43,7 @@ def judge(machines: Iterable[Machine], slo: Slo = SLO) -> Judge:
         return min([p.cold_ttft(served.turn.new) for p in fast[wanted.name]], default=0.0)
 
     def met(served: Served) -> bool:
-        if served.end is not End.ANSWERED or served.shed:
+        if served.end is not End.ANSWERED:
             return False
         ttft, tpot = served.ttft, served.tpot
         if tpot is not None and tpot > slo.tpot_seconds:
@@ -79,10 +80,11 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Figures of one policy on one traffic. offered: turns, lost ones included. met_per_second: in the counted time.
-    shed, failed, gave_up: turns that ended so; lost: turns that never came. ttft50 …: of all answered turns, from their
-    first attempt on. waited95: seconds until a backend got it. cached: share of prompt tokens found in a cache. longest:
-    the longest time to a first token or to any other end. shares: of answered turns, by backend."""
+    """Figures of one policy on one traffic. offered: attempts, and turns that never came. met_per_second: in the counted
+    time. answered, shed, failed, gave_up: turns that ended so; lost: turns that never came; shed_once: turns that were
+    shed at least once. ttft50 …: of answered turns, from their last attempt on. waited95: seconds until a backend got
+    it. cached: share of prompt tokens found in a cache. longest: from the first attempt to a first token or any other
+    end. shares: of answered turns, by backend."""
 
     offered: int
     met: int
@@ -125,9 +127,10 @@ def score(
     mine = [one for one in served if since <= one.arrived < until]
     answered = [one for one in mine if one.end is End.ANSWERED]
     ends = Counter(one.end for one in mine)
-    ttft = sorted([one.first - one.arrived for one in answered if one.first is not None])
+    ttft = sorted([one.ttft for one in answered if one.ttft is not None])
+    first = [one.first - one.arrived for one in answered if one.first is not None]
     tpot = sorted([one.tpot for one in answered if one.tpot is not None])
-    waited = sorted([one.sent - one.arrived for one in answered if one.sent is not None])
+    waited = sorted([one.sent - one.asked for one in answered if one.sent is not None])
     others = [
         one.ended - one.arrived for one in mine if one.end is not End.ANSWERED and one.ended is not None
     ]
@@ -136,7 +139,7 @@ def score(
     lost = sum(one.missed_turns for one in mine)
     last = max([one.arrived for one in mine], default=since)
     return Score(
-        offered=len(mine) + lost,
+        offered=sum([max(1, one.attempts) for one in mine]) + lost,
         met=sum(map(met, mine)),
         seconds=(last if until == inf else until) - since,
         answered=len(answered),
@@ -152,7 +155,7 @@ def score(
         tpot95=quantile(tpot, 0.95),
         waited95=quantile(waited, 0.95),
         cached=sum(one.cached or 0 for one in answered) / prompts if prompts else float("nan"),
-        longest=max([*ttft[-1:], *others], default=float("nan")),
+        longest=max([*first, *others], default=float("nan")),
         preempted=sum(one.preempted > 0 for one in mine),
         violations=violations(mine, {machine.name: machine for machine in machines}),
         shares=tuple([(m.name, where[m.name] / len(answered) if answered else 0.0) for m in machines]),

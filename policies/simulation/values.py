@@ -126,11 +126,12 @@ class End(StrEnum):
 
 
 class Served:
-    """What became of one turn. Times are seconds, None until they come; `cached` and the marks are of the last
+    """What became of one turn. Times are seconds, None until they come; `asked`, `cached` and the marks are of the last
     attempt, `arrived` of the first. `order`: its conversation's place in the traffic."""
 
     __slots__ = (
         "arrived",
+        "asked",
         "attempts",
         "cached",
         "conversation",
@@ -156,7 +157,7 @@ class Served:
         self.order = order
         self.place = place
         self.turn = conversation.turns[place]
-        self.arrived = arrived
+        self.arrived = self.asked = arrived
         self.id = -1
         self.engine_id = -1
         self.attempts = 0
@@ -175,8 +176,8 @@ class Served:
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from the first attempt's arrival to the first token."""
-        return None if self.first is None else self.first - self.arrived
+        """Seconds from the last attempt's arrival to the first token."""
+        return None if self.first is None else self.first - self.asked
 
     @property
     def tpot(self) -> float | None:
