@@ -79,7 +79,7 @@ class Admission:
         one = Waiting(id, facts, names, pinned, now, talk is not None and talk.turns > 0)
         line = self._lines.get(_line(facts))
         go, decision, views = None, None, None
-        if line is None or not line.before(one):
+        if line is None or not line.before(one)[0]:
             go, decision, views = self._try(now, one)
             if go is not None:
                 return go
@@ -225,6 +225,7 @@ class Admission:
         line.add(one)
         self._waiting[one.id] = one
         heappush(self._untils, (min(one.due, one.until), one.id))
+        self._opens_at = min(self._opens_at, self._next_opening(now))
         return Wait(wait, one.reason)
 
     def _date(self, now: float, one: Waiting, views: tuple[BackendView, ...]) -> None:
@@ -248,17 +249,30 @@ class Admission:
             one.until = max(one.due + late, one.since + late)
 
     def _drain(self, now: float, one: Waiting, line: Line, views: tuple[BackendView, ...]) -> float:
-        """Seconds until it starts, predicted: those before it ÷ the rate at which they have been going."""
-        ahead = line.before(one)
+        """Seconds until it starts, predicted.
+
+        While prefill is what is short: what is busy now, and the starts of those before it over the backends that share
+        them. While places are (tokens per second or the cache): those before it ÷ the rate at which places open.
+        """
+        most, states = self._slowest(one.facts), self._fleet.states
         queues = [view.forecast.queue for view in views if view.forecast is not None]
-        least = max(0.0, min(queues, default=0.0) - self._gate.ahead_seconds)
-        rate = self._rate(now)
-        return max(least, ahead / rate if rate > 0 and ahead else 0.0)
+        short = [
+            states[view.name].tpot_more(now) > most
+            or states[view.name].held_tokens + one.facts.prompt.tokens > view.kv_tokens
+            for view in views
+        ]
+        ahead, work = line.before(one)
+        wait = max(0.0, min(queues, default=0.0) - self._gate.ahead_seconds)
+        wait += work / max(1, len(short) - sum(short))
+        if not all(short) or not short:
+            return wait
+        durations = [view.forecast.finish for view in views if view.forecast is not None]
+        rate = max(self._rate(now), self._fleet.ending(now, min(durations, default=1.0)))
+        return max(wait, (ahead + 1) / rate if rate > 0 else 0.0)
 
     def _rate(self, now: float) -> float:
-        """Requests per second that the fleet takes: as many as have begun lately, or as will end soon, if that is more."""
-        begun = self._gone / RATE_SECONDS * exp((self._gone_at - now) / RATE_SECONDS)
-        return max(begun, self._fleet.ending(now))
+        """Requests per second that have begun lately."""
+        return self._gone / RATE_SECONDS * exp((self._gone_at - now) / RATE_SECONDS)
 
     def _next_opening(self, now: float) -> float:
         """When, without any event, enough prefill is done somewhere for one more."""

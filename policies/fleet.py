@@ -84,10 +84,10 @@ class Fleet:
         usual = self._outputs.get(_kind(facts), self.params.predict.usual_output)
         return max(1.0, min(usual, facts.output_tokens or usual))
 
-    def ending(self, now: float) -> float:
-        """Requests per second that are predicted to end: those running ÷ how long such ones took lately."""
+    def ending(self, now: float, usual: float) -> float:
+        """Requests per second that are predicted to end: those running ÷ how long such ones took lately, else `usual`."""
         running = sum([len(state.running) for state in self.states.values()])
-        return running / self._duration if self._duration > 0 else 0.0
+        return running / (self._duration or max(0.1, usual))
 
     def names(self) -> tuple[str, ...]:
         return tuple(self.states)

@@ -67,7 +67,7 @@ class Line:
 
     def add(self, one: Waiting) -> None:
         share = one.facts.share or ""
-        one.tag = max(self._clock, self._tags.get(share, 0.0))
+        one.tag = self._next_tag(one)
         self._tags[share] = one.tag + one.cost / self._weights.get(share, 1.0)
         self._put(one)
 
@@ -84,10 +84,17 @@ class Line:
         one.late = True
         self._put(one)
 
-    def before(self, one: Waiting) -> int:
-        """How many go before a new one of that kind, whose turn comes in the order of arrival."""
-        sides = self.sides[: one.place + 1]
-        return sum([len(ones) for side in sides for ones in side.values()])
+    def before(self, one: Waiting) -> tuple[int, float]:
+        """How many would go before this one, came it now; and their costs."""
+        tag = self._next_tag(one)
+        costs = [
+            other.cost
+            for place, side in enumerate(self.sides[: one.place + 1])
+            for ones in side.values()
+            for other in ones.values()
+            if place < one.place or other.tag <= tag
+        ]
+        return len(costs), sum(costs)
 
     def heads(self, side: Side, most: int) -> list[Waiting]:
         """The first of each share, in the fair order; of the first share the next ones, up to `most` in all."""
@@ -106,6 +113,9 @@ class Line:
         for side in self.sides:
             for ones in side.values():
                 yield from ones.values()
+
+    def _next_tag(self, one: Waiting) -> float:
+        return max(self._clock, self._tags.get(one.facts.share or "", 0.0))
 
     def _put(self, one: Waiting) -> None:
         self.sides[one.place].setdefault(one.facts.share or "", {})[one.id] = one

@@ -90,8 +90,8 @@ def test_before_counts_those_that_would_go_first() -> None:
     line = Line({})
     for waiting in (one(1), one(2, running=True), one(3, running=True)):
         line.add(waiting)
-    assert line.before(one(4)) == 3
-    assert line.before(one(5, running=True)) == 2
+    assert line.before(one(4)) == (3, 3.0)
+    assert line.before(one(5, running=True)) == (2, 2.0)
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
