@@ -1,0 +1,261 @@
+"""Does the gateway do what the simulation says? The same arrivals through both, and their times to the first token.
+
+    python -m tests.agreement chat --rate 7.5 --requests 1000
+
+Live: the gateway itself and two `tierline sim` servers, over sockets, in one process; all of them on one clock that may run
+faster or slower than the world's (`--scale`; below 1 a busy machine disturbs less). Simulated: the same conversations in
+`policies.simulation`. Prints both distributions and how far they are apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import uvloop
+
+from policies import PolicyParams
+from policies.engine import BLOCK_TOKENS
+from policies.simulation import SHAPES, Conversation, Machine, Served, Simulation, Traffic, Turn, live
+from proxy.app import App
+from proxy.clock import Timer
+from proxy.config import loads
+from proxy.sim.server import Options, Simulator
+
+FLEET = {"fp8": "fp8-mtp3-tp2-v17", "bf16": "bf16-dflash8-tp2-v17"}
+BYTES = 4
+"""Per token, of the simulated tokenizer."""
+CONFIG = """
+[server]
+port = 0
+max_body_bytes = 8388608
+[admin]
+enabled = false
+[telemetry]
+records = "{records}"
+decisions = {decisions}
+[health]
+timeout = 30.0
+[[backends]]
+name = "fp8"
+url = "{fp8}"
+profile = "fp8-mtp3-tp2-v17"
+[[backends]]
+name = "bf16"
+url = "{bf16}"
+profile = "bf16-dflash8-tp2-v17"
+quality.reference = true
+[models.m]
+[tiers.exact]
+slo.ttft_seconds = 2.0
+[tiers.balanced]
+max_kl_bits = 0.05
+slo.ttft_seconds = 2.0
+[tiers.fast]
+slo.ttft_seconds = 2.0
+[timeouts]
+keepalive_after = 0
+first_token = 600.0
+"""
+
+
+class ScaledClock:
+    """The world's clock, faster or slower; begins at 1000."""
+
+    def __init__(self, scale: float) -> None:
+        self._loop, self._scale, self._start = asyncio.get_running_loop(), scale, time.monotonic()
+
+    def now(self) -> float:
+        return 1000.0 + (time.monotonic() - self._start) * self._scale
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.now()
+
+    def _real(self, when: float) -> float:
+        return self._start + (when - 1000.0) / self._scale
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        return self._loop.call_at(self._real(when), callback)
+
+    def timeout_at(self, when: float | None) -> AbstractAsyncContextManager[object]:
+        return asyncio.timeout_at(None if when is None else self._real(when))
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / self._scale)
+
+
+@dataclass
+class Live:
+    """What clients saw: (when the turn arrived, seconds to its first token), in scaled time."""
+
+    ttft: list[tuple[float, float]] = field(default_factory=list)
+    refused: int = 0
+    cut: int = 0
+    lag: list[float] = field(default_factory=list)
+
+
+def block(number: int) -> bytes:
+    """The bytes of a cache block, by its hash."""
+    seed = hashlib.blake2b(str(number).encode(), digest_size=32).hexdigest().encode()
+    size = BLOCK_TOKENS * BYTES
+    return (seed * (size // len(seed) + 1))[:size]
+
+
+def prompt_of(turn: Turn, name: str) -> str:
+    """Exactly `turn.prompt` tokens, of which the whole blocks are those of the chain; then how long the answer is."""
+    steer = f"\n#sim tokens={max(1, turn.output - 1)} calls=0\n".encode()
+    size = turn.prompt * BYTES
+    full = turn.prompt // BLOCK_TOKENS
+    text = b"".join([block(number) for number in turn.chain[:full]])
+    filler = (name.encode() + b" ") * (BLOCK_TOKENS * BYTES // len(name) + 1)
+    text += filler[: size - len(text)]
+    return (text[: max(0, size - len(steer))] + steer).decode()
+
+
+async def converse(
+    app: App, session: aiohttp.ClientSession, clock: ScaledClock, one: Conversation, number: int, found: Live
+) -> None:
+    """One conversation, as the simulation's clients have it."""
+    zero, ended = 1000.0, 0.0
+    for place, turn in enumerate(one.turns):
+        due = max(zero + turn.at, ended + turn.gap) if place else zero + one.start
+        await clock.sleep(max(0.0, due - clock.now()))
+        headers = {"x-quality-tier": one.tier.name}
+        if one.identity is not None:
+            headers["x-session-id"] = one.identity
+        body = {
+            "model": "m",
+            "prompt": prompt_of(turn, f"c{number}"),
+            "max_tokens": max(turn.allowed, turn.output),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        data = json.dumps(body)
+        sent = clock.now()
+        found.lag.append(sent - due)
+        first = None
+        async with session.post(
+            f"http://127.0.0.1:{app.port}/v1/completions",
+            data=data,
+            headers={"content-type": "application/json", **headers},
+        ) as response:
+            if response.status != 200:
+                found.refused += 1
+                return
+            async for piece in response.content.iter_any():
+                if first is None and b'"text"' in piece:
+                    first = clock.now()
+                last = piece
+            if first is None or b"[DONE]" not in last:
+                found.cut += 1
+                return
+        found.ttft.append((sent - zero, first - sent))
+        ended = clock.now()
+
+
+async def run_live(traffic: Traffic, scale: float, records: Path | None) -> Live:
+    clock = ScaledClock(scale)
+    # The servers' own clock is the scaled one, too: their engines need not know.
+    servers = {
+        name: Simulator(
+            Options(profile=profile, model="m", bytes_per_token=BYTES, block_tokens=BLOCK_TOKENS), clock
+        )
+        for name, profile in FLEET.items()
+    }
+    for server in servers.values():
+        await server.start()
+    text = CONFIG.format(
+        fp8=servers["fp8"].url,
+        bf16=servers["bf16"].url,
+        records=f"file:{records}" if records is not None else "off",
+        decisions="true" if records is not None else "false",
+    )
+    app = App(loads(text, {}), clock, Random(3))
+    await app.start()
+    found = Live()
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        shift = clock.now() - 1000.0 + 3.0 * scale  # the first polls are over
+        tasks = [
+            asyncio.ensure_future(
+                converse(app, session, clock, replace(one, start=one.start + shift), number, found)
+            )
+            for number, one in enumerate(traffic.conversations)
+        ]
+        await asyncio.gather(*tasks)
+    found.ttft = [(at - shift, ttft) for at, ttft in found.ttft]
+    await app.close()
+    for server in servers.values():
+        await server.close()
+    return found
+
+
+def run_simulated(traffic: Traffic) -> list[Served]:
+    machines = [Machine(name, profile) for name, profile in FLEET.items()]
+    return Simulation(machines, traffic, live(PolicyParams()), Random(3)).run()
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+
+
+def traffic_of(shape: str, rate: float, requests: int, warm_up: float, seed: int) -> Traffic:
+    """The shape's conversations from its beginning, cut after about so many requests; those before `warm_up` do not
+    count. The simulated servers do not cache answers, so no turn finds one here either."""
+    drawn = replace(SHAPES[shape], warm_up=warm_up).traffic(rate, Random(seed), seconds=requests / rate)
+    conversations = [
+        replace(one, turns=tuple(replace(t, chain=t.chain[: t.prompt // BLOCK_TOKENS]) for t in one.turns))
+        for one in drawn.conversations
+    ]
+    return replace(drawn, conversations=tuple(conversations))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=list(SHAPES))
+    parser.add_argument("--rate", type=float, required=True, help="requests a second")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="seconds of traffic in a second of the world"
+    )
+    parser.add_argument("--warm-up", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--records", type=Path)
+    options = parser.parse_args()
+    traffic = traffic_of(options.shape, options.rate, options.requests, options.warm_up, options.seed)
+    simulated = [
+        s.ttft for s in run_simulated(traffic) if s.ttft is not None and s.arrived >= traffic.warm_up
+    ]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(run_live(traffic, options.scale, options.records))
+    measured = [ttft for at, ttft in found.ttft if at >= traffic.warm_up]
+    worst = 0.0
+    print(
+        f"{options.shape} at {options.rate:g}/s: {len(simulated)} simulated, {len(measured)} live, "
+        f"{found.refused} refused, {found.cut} cut; clients late by {quantile(found.lag, 0.95) * 1e3:.1f} ms (p95)"
+    )
+    for q in (0.5, 0.95):
+        one, other = quantile([t for t in simulated if t is not None], q), quantile(measured, q)
+        worst = max(worst, abs(other / one - 1))
+        print(
+            f"  p{q * 100:.0f}: simulated {one * 1e3:.1f} ms, live {other * 1e3:.1f} ms: {other / one - 1:+.1%}"
+        )
+    sys.exit(worst > 0.15)
+
+
+if __name__ == "__main__":
+    main()
