@@ -161,7 +161,7 @@ class State:
         return min(0.8, self._stalled * exp((self._at - now) / tau) / tau)
 
     def busy(self, now: float) -> float:
-        """Seconds of starts begun per second, recently: 1 is all that it can start."""
+        """Share of its recent time in which it was starting requests, 0..1, and more if they overlapped."""
         tau = self.params.predict.stall_seconds * 3
         return self._worked * exp((self._at - now) / tau) / tau
 
@@ -176,7 +176,6 @@ class State:
         running.start = running.forecast.prefill
         self._pending_seconds += running.start
         self._stalled += min(running.cold, LONG)
-        self._worked += running.start
         self.in_flight_tokens += running.facts.context_tokens
         self.prompts += running.facts.prompt.tokens
         self.held_tokens += running.facts.prompt.tokens + running.output
@@ -251,6 +250,7 @@ class State:
 
     def _leave_pending(self, now: float, id: int, running: Running) -> None:
         del self.pending[id]
+        self._worked += now - max(running.begun, self._progress)
         self._pending_seconds = self._pending_seconds - running.start if self.pending else 0.0
         self._progress = now
 
