@@ -68,13 +68,19 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "llamacpp:tokens_predicted_total",
     ),
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
-    "spec_drafts": ("vllm:spec_decode_num_drafts_total", "llamacpp:spec_decode_num_drafts_total"),
+    "spec_drafts": (
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_drafts",
+        "llamacpp:spec_decode_num_drafts_total",
+    ),
     "spec_draft_tokens": (
         "vllm:spec_decode_num_draft_tokens_total",
+        "vllm:spec_decode_num_draft_tokens",
         "llamacpp:spec_decode_num_draft_tokens_total",
     ),
     "spec_accepted_tokens": (
         "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens",
         "llamacpp:spec_decode_num_accepted_tokens_total",
     ),
 }

@@ -62,6 +62,9 @@ CASES = [
      b"vllm:spec_decode_num_accepted_tokens_total 20\n"
      b'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9\n',
      EngineMetrics(spec_drafts=10, spec_draft_tokens=30, spec_accepted_tokens=20)),
+    ("speculation without _total", b"vllm:spec_decode_num_draft_tokens 30\n"
+     b"vllm:spec_decode_num_accepted_tokens 20\n",
+     EngineMetrics(spec_draft_tokens=30, spec_accepted_tokens=20)),
     ("labels may hold braces, quotes and spaces",
      b'vllm:num_requests_running{model_name="a}b \\" {c",engine="0"} 7\n', EngineMetrics(running=7)),
     ("a time stamp after the value", b"vllm:num_requests_running 7 1700000000\n", EngineMetrics(running=7)),
