@@ -10,6 +10,7 @@ import pytest
 
 from policies import (
     FILTERS,
+    RANKINGS,
     SCORERS,
     BreakerParams,
     ChooseReason,
@@ -17,8 +18,11 @@ from policies import (
     Failure,
     RetryParams,
     RouterParams,
+    ShedReason,
+    Spill,
     TokenRatio,
 )
+from policies.params import AdmissionParams, PredictParams, SpeculationParams, WorkingSetParams
 
 PAGE = Path(__file__).parents[2].joinpath("docs", "routing.md").read_text()
 SECTIONS = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
@@ -36,16 +40,30 @@ def test_each_section_has_the_fixed_headings(name: str) -> None:
     assert headings == [heading for heading in wanted if heading != "Formula" or name not in yes_or_no]
 
 
-@pytest.mark.parametrize("word", [*DropReason, *ChooseReason, *Failure])
-def test_every_reason_and_failure_is_named(word: str) -> None:
+@pytest.mark.parametrize("word", [*DropReason, *ChooseReason, *ShedReason, *Spill, *Failure, *RANKINGS])
+def test_every_reason_failure_and_policy_is_named(word: str) -> None:
     assert f"`{word}`" in PAGE
 
 
-@pytest.mark.parametrize("params", [RouterParams(), TokenRatio(), RetryParams(), BreakerParams()])
-def test_every_parameter_is_named_with_its_default(
-    params: RouterParams | TokenRatio | RetryParams | BreakerParams,
-) -> None:
-    for field in fields(params):
+PARAMS = (
+    RouterParams(),
+    TokenRatio(),
+    RetryParams(),
+    BreakerParams(),
+    PredictParams(),
+    SpeculationParams(),
+    WorkingSetParams(),
+    AdmissionParams(),
+)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=lambda params: type(params).__name__)
+def test_every_parameter_is_named_with_its_default(params: object) -> None:
+    for field in fields(params):  # type: ignore[arg-type]
+        default = getattr(params, field.name)
         said = re.findall(rf"`(?:\w+\.)*{field.name}` \(?([\d.]*\d)", PAGE)
+        if isinstance(default, tuple):
+            assert f"`{field.name}`" in PAGE
+            continue
         assert said, field.name
-        assert {float(number) for number in said} == {float(getattr(params, field.name))}, field.name
+        assert {float(number) for number in said} == {float(default)}, field.name
