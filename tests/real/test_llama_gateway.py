@@ -23,6 +23,8 @@ from tests.real.llama import LlamaServer
 pytestmark = pytest.mark.real
 
 PATHS = sorted(BODIES)
+LEAST_LOAD = '[policy]\nname = "least_load"\n'
+"""Choices that need no forecast: what is compared here are the servers."""
 GENEROUS = "[policy.tokens]\nbytes_per_token = 20.0"  # prompts seem short: the backends judge
 
 
@@ -46,7 +48,7 @@ def tiers(servers: dict[str, LlamaServer]) -> Iterator[GatewayProcess]:
         "bf16": "quality.reference = true\nlimits.max_in_flight = 20",
     }
     models = '[models.tiny]\n[models.tiny-exact]\nalias_of = "tiny"\ntier = "exact"\n'
-    config = f"{models}[policy.router]\nwindow_penalty = 0.0\n{GENEROUS}"
+    config = f"{models}{LEAST_LOAD}[policy.router]\nwindow_penalty = 0.0\n{GENEROUS}"
     with GatewayProcess(servers, config=config, per_backend=per_backend) as gateway:
         yield gateway
         assert gateway.running() == 0
@@ -55,7 +57,7 @@ def tiers(servers: dict[str, LlamaServer]) -> Iterator[GatewayProcess]:
 @pytest.fixture(scope="module")
 def twins(servers: dict[str, LlamaServer]) -> Iterator[GatewayProcess]:
     """Two backends that are alike to the router."""
-    with GatewayProcess(servers, config=f"[policy.router]\nwindow_penalty = 0.0\n{GENEROUS}") as gateway:
+    with GatewayProcess(servers, config=f"{LEAST_LOAD}[policy.router]\nwindow_penalty = 0.0\n{GENEROUS}") as gateway:
         yield gateway
         assert gateway.running() == 0
 
