@@ -4,9 +4,10 @@ Rules: no clock: `now` never goes back. An answer `Go` has begun in the fleet: c
 waits gets exactly one further answer, from `advance`, or is withdrawn. Call `advance` after every event of the fleet
 and at `next_event_at`. Nobody overtakes within a line, and a line whose first cannot go holds up no other line.
 
-A backend is closed for a request, for now, while one of these holds (an idle one is open to all):
+A backend is closed for a request, for now, while one of these holds (an idle one is open to all, and so is one without
+profile: a guess is no reason to let anybody wait):
 - its prefill is busy for longer than `ahead_seconds`: what waits here can still be overtaken by a warm turn;
-- tokens per second would fall below the SLO of those there: tpot > tpot_margin × the tier's;
+- tokens per second would fall below the SLO of those there: tpot > tpot_margin × the tier's, which it could keep alone;
 - its KV cache cannot hold the prompt and the expected answer beside those running;
 - a new conversation, and those that live there are expected to fill the cache or its time.
 """
@@ -155,11 +156,13 @@ class Admission:
         fresh = not one.running and self._fleet.talks.key(facts) is not None
 
         def hold(state: State, forecast: Forecast, tokens: float) -> bool:
+            if not state.measured:
+                return False
             if not state.running and not (fresh and self._crowded(now, state, facts)):
                 return False
             return (
                 forecast.queue > gate.ahead_seconds
-                or forecast.tpot > most
+                or (forecast.tpot > most and state.alone(facts.prompt.tokens) <= most)
                 or state.held_tokens + tokens > state.member.kv_tokens
                 or (fresh and self._crowded(now, state, facts))
             )
@@ -255,6 +258,9 @@ class Admission:
         them. While places are (tokens per second or the cache): those before it ÷ the rate at which places open.
         """
         most, states = self._slowest(one.facts), self._fleet.states
+        if not any(states[view.name].measured for view in views):
+            ahead, rate = line.before(one)[0], self._rate(now)
+            return ahead / rate if rate > 0 else 0.0  # guesses turn nobody away
         queues = [view.forecast.queue for view in views if view.forecast is not None]
         short = [
             states[view.name].tpot_more(now) > most
@@ -283,11 +289,11 @@ class Admission:
                 best = over
         return now + max(best, SOONEST)
 
-    def _closed(self, now: float, state: State, most: float) -> bool:
+    def _closed(self, now: float, state: State, most: float, prompt: float) -> bool:
         """Closed to whoever asks."""
-        return bool(state.running) and (
+        return bool(state.running and state.measured) and (
             state.queue(now) > self._gate.ahead_seconds
-            or state.tpot_more(now) > most
+            or (state.tpot_more(now) > most and state.alone(prompt) <= most)
             or state.held_tokens >= state.member.kv_tokens
         )
 
@@ -308,7 +314,7 @@ class Admission:
             first = next(iter(next(iter(side.values())).values()))
             most = self._slowest(first.facts)
             states = self._fleet.states
-            if all(self._closed(now, states[name], most) for name in first.names):
+            if all(self._closed(now, states[name], most, first.facts.prompt.tokens) for name in first.names):
                 return
             for one in line.heads(side, LOOK):
                 go, decision, _ = self._try(now, one)

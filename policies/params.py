@@ -124,7 +124,7 @@ class AdmissionParams:
 
     ahead_seconds: float = 0.5
     tpot_margin: float = 0.9
-    queue: int = 256
+    queue: int = 1024
     wait_seconds: float = 60.0
     late_seconds: float = 4.0
     weights: tuple[tuple[str, float], ...] = ()

@@ -149,6 +149,15 @@ class State:
             queue, prefill, tpot, predict.decode_weight * output * tpot, predict.harm_weight * harm
         )
 
+    @property
+    def measured(self) -> bool:
+        """What is predicted of it comes from a profile."""
+        return isinstance(self.speed, Measured)
+
+    def alone(self, context: float) -> float:
+        """Seconds per token of a stream that it has to itself."""
+        return self.speed.tpot(1.0, context) * self.decode.factor
+
     def tpot_more(self, now: float) -> float:
         """Seconds per token with one more stream like those here."""
         if self._dirty:

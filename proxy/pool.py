@@ -25,7 +25,9 @@ from proxy.wire.promtext import EngineMetrics
 
 log = logging.getLogger("tierline.pool")
 
-DEFAULT_MAX_IN_FLIGHT = 32
+DEFAULT_MAX_IN_FLIGHT = 256
+"""What vLLM takes at once unless it is told otherwise; it queues what is more."""
+
 DEFAULT_KV_TOKENS = 131072
 FIGURES = (
     "queue_seconds",

@@ -401,3 +401,18 @@ def test_a_new_policy_takes_over_the_line() -> None:
     site.fleet.configure(0.1, [fast()], params)
     site.admission.configure(0.1, Router(params.router), params)
     assert [id for id, _ in site.admission.advance(0.1)] == [1]
+
+
+def test_a_backend_that_nobody_measured_keeps_nobody_waiting() -> None:
+    """What is guessed of it may be wrong by any factor; it knows itself when it is full."""
+    site = Site(Member("plain", max_in_flight=500))
+    promised = Tier("any", slo=SLO)
+    verdicts = [site.offer(id, short(promised, prompt=4000)) for id in range(500)]
+    assert all(isinstance(verdict, Go) for verdict in verdicts)
+    assert isinstance(site.offer(500, short(ANY)), Wait)  # its places are taken
+
+
+def test_a_promise_that_no_stream_alone_could_be_kept_holds_nobody() -> None:
+    never = replace(BALANCED, slo=Slo(tpot_seconds=0.0001, ttft_seconds=60.0))
+    site = Site()
+    assert all(isinstance(site.offer(id, short(never, prompt=50)), Go) for id in range(3))
