@@ -47,6 +47,9 @@ from proxy.wire.toolstream import ToolChatStream
 if TYPE_CHECKING:
     from proxy.handler import Gateway
 
+ADMIN = "admin"
+"""Tenant of a request that came with the admin key alone."""
+
 MAX_EXPLANATION = 7000
 """Bytes; clients take headers of 8 KiB."""
 
@@ -60,6 +63,7 @@ class Exchange:
         "_calls",
         "_classifier",
         "_ended",
+        "_explains",
         "_gateway",
         "_headers",
         "_relay",
@@ -86,6 +90,7 @@ class Exchange:
         self._traces: list[Trace] = []
         self._task = asyncio.current_task()
         self._ended = False
+        self._explains = "x-tierline-explain" in request.headers and gateway.may_explain(request.headers)
         self.interrupted = False
         self.target = origin_form(request.raw_path)
         self.path = self.target.partition("?")[0]
@@ -123,6 +128,8 @@ class Exchange:
         if not gateway.keys or self.path in gateway.public_paths:
             return
         tenant = gateway.keys.identify(self._request.headers)
+        if tenant is None and self._explains:
+            tenant = ADMIN
         if tenant is None:
             message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
             headers = (("www-authenticate", "Bearer"),)
@@ -314,8 +321,8 @@ class Exchange:
             self._task.cancel()
 
     def _credentials(self, backend: Backend) -> bool:
-        """The client's own pass only where neither side has keys."""
-        return not self._gateway.keys and backend.spec.key is None
+        """The client's own pass only where neither side has keys; the admin key never does."""
+        return not self._gateway.keys and backend.spec.key is None and not self._explains
 
     def _reply(
         self, backend: Backend, reply: Reply, endpoint: Endpoint, asked: Classified
@@ -374,9 +381,7 @@ class Exchange:
 
     def _explanation(self) -> Headers:
         """`x-tierline-explain: 1`, asked with the admin key: what was decided, as JSON in a header."""
-        if not self._traces or self._request.headers.get("x-tierline-explain") != "1":
-            return []
-        if not self._gateway.may_explain(self._request.headers.get("x-tierline-admin-key")):
+        if not self._explains or not self._traces:
             return []
         text = orjson.dumps([attempt(trace) for trace in self._traces])
         if len(text) > MAX_EXPLANATION:

@@ -211,6 +211,9 @@ async def test_the_header_explains_to_who_has_the_admin_key(
         response = await gateway.chat(headers=asked, stream=stream)
         (attempt,) = json.loads(response.headers["x-tierline-explain"])
         assert attempt["backend"] == "a"
+        own = {"x-tierline-explain": "1", "authorization": "Bearer sk-admin"}
+        assert "x-tierline-explain" in (await gateway.chat(headers=own, stream=stream)).headers
+        assert not any(name.lower() == "authorization" for name, _ in backend.requests[-1].headers)
         for headers in (
             {"x-tierline-explain": "1"},
             {**asked, "x-tierline-admin-key": "sk-other"},
