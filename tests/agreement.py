@@ -123,12 +123,20 @@ def prompt_of(turn: Turn, name: str) -> str:
 
 
 async def converse(
-    app: App, session: aiohttp.ClientSession, clock: ScaledClock, one: Conversation, number: int, found: Live
+    app: App,
+    session: aiohttp.ClientSession,
+    clock: ScaledClock,
+    one: Conversation,
+    number: int,
+    found: Live,
+    until: float,
 ) -> None:
-    """One conversation, as the simulation's clients have it."""
+    """One conversation, as the simulation's clients have it, up to the turns that come before `until`."""
     zero, ended = 1000.0, 0.0
     for place, turn in enumerate(one.turns):
         due = max(zero + turn.at, ended + turn.gap) if place else zero + one.start
+        if due > until:  # counts no more, and nothing that counts comes after it
+            return
         await clock.sleep(max(0.0, due - clock.now()))
         headers = {"x-quality-tier": one.tier.name}
         if one.identity is not None:
@@ -189,7 +197,15 @@ async def run_live(traffic: Traffic, scale: float, records: Path | None) -> Live
         shift = clock.now() - 1000.0 + 3.0 * scale  # the first polls are over
         tasks = [
             asyncio.ensure_future(
-                converse(app, session, clock, replace(one, start=one.start + shift), number, found)
+                converse(
+                    app,
+                    session,
+                    clock,
+                    replace(one, start=one.start + shift),
+                    number,
+                    found,
+                    1000.0 + shift + traffic.seconds,
+                )
             )
             for number, one in enumerate(traffic.conversations)
         ]
@@ -242,7 +258,7 @@ def main() -> None:
     ]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(run_live(traffic, options.scale, options.records))
-    measured = [ttft for at, ttft in found.ttft if at >= traffic.warm_up]
+    measured = [ttft for at, ttft in found.ttft if traffic.warm_up <= at < traffic.seconds]
     worst = 0.0
     print(
         f"{options.shape} at {options.rate:g}/s: {len(simulated)} simulated, {len(measured)} live, "
