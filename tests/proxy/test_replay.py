@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policies import Router
+from policies import RANKINGS, Router
 from policies.trace import Trace
 from proxy.app import App
 from proxy.cli import main
@@ -74,6 +74,27 @@ def test_every_decision_of_a_live_run_is_made_again(recorded: Path) -> None:
     assert {record.policy for record in records} == {config.policy_digest}
     reasons = {trace.decision.reason for record in records for trace in record.traces}
     assert len(reasons) > 2, "more than one kind of decision"
+
+
+@pytest.mark.parametrize("name", RANKINGS)
+async def test_every_policy_decides_the_same_again_draws_included(
+    tmp_path: Path, backend: ScriptedBackend, other: ScriptedBackend, name: str
+) -> None:
+    async with ScriptedBackend() as third:
+        path = tmp_path / "config.toml"
+        more = '[telemetry]\nrecords = "file:records.jsonl"\ndecisions = true\n[admin]\nenabled = false\n'
+        more += f'[policy]\nname = "{name}"\n'
+        path.write_text(config_text([backend.url, other.url, third.url], more, {}), "utf-8")
+        app = App(load(path, {}), None, Random(7))
+        await app.start()
+        for session in range(5):
+            headers = {"x-session-id": f"s{session}"}
+            await asyncio.gather(*[ask(app.port, CHAT, chat(), headers=headers) for _ in range(6)])
+        await app.close()
+    config = load(path, {})
+    router = Router(config.policy_params.router, config.policy.ranking)
+    choices = replay(read_records(records_of(path)), router)
+    assert (choices.decisions, choices.same) == (30, 30)
 
 
 def test_the_command_says_so(recorded: Path) -> None:
