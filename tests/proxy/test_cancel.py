@@ -11,7 +11,7 @@ from proxy.errors import Outcome
 from tests.client import Connection
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
 from tests.proxy.dialects import DIALECTS, Dialect
-from tests.proxy.scenes import LEAST_LOAD, QUIET, dispatching, eventually, settled
+from tests.proxy.scenes import QUIET, dispatching, eventually, settled
 from tests.scripted import (
     Chunk,
     Close,
@@ -233,7 +233,7 @@ async def test_the_backend_sees_it_within_100_ms(
 
 async def test_a_hundred_at_once_leave_nothing(make_gateway: MakeGateway, backend: ScriptedBackend) -> None:
     per_backend = {"a": "limits.max_in_flight = 200\nlimits.kv_tokens = 10_000_000"}
-    gateway = await make_gateway(backend, config=QUIET + LEAST_LOAD, per_backend=per_backend)
+    gateway = await make_gateway(backend, config=QUIET, per_backend=per_backend)
     backend.default = [*DIALECTS[0].begin(), Stall()]
     clients = [await gateway.connect() for _ in range(100)]
     for client in clients:

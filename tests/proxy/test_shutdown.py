@@ -20,7 +20,6 @@ from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat, config_text
 from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, Dialect
 from tests.proxy.scenes import (
-    LEAST_LOAD,
     QUIET,
     dispatching,
     eventually,
@@ -299,9 +298,7 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_end(
 
 async def test_many_at_once_all_end(make_gateway: MakeGateway, backend: ScriptedBackend) -> None:
     per_backend = {"a": "limits.max_in_flight = 200\nlimits.kv_tokens = 10_000_000"}
-    gateway = await make_gateway(
-        backend, config=QUIET + LIMIT + LEAST_LOAD, per_backend=per_backend, clock=FakeClock()
-    )
+    gateway = await make_gateway(backend, config=QUIET + LIMIT, per_backend=per_backend, clock=FakeClock())
     await polled(gateway)
     backend.default = [*CHAT_DIALECT.begin(), Stall()]
     clients = [await gateway.connect() for _ in range(60)]
