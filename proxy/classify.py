@@ -148,6 +148,7 @@ class Classifier:
             self._priority(request, record.tenant),
             record.tenant,
             self._deadline(request, record),
+            None if endpoint.generates else 1.0,
         )
         return Classified(facts, route, raw, body, pinned, work, mix, near)
 
@@ -269,7 +270,8 @@ class Classifier:
                 continue
             record.model, record.target = route.name, route.target
             tier = Tier(route.tier)  # what was answered once may be read at any tier
-            facts = RequestFacts(route.name, tier, _NOTHING, 0, stream="stream=true" in request.query_string)
+            streams = "stream=true" in request.query_string
+            facts = RequestFacts(route.name, tier, _NOTHING, 0, stream=streams, expected_output=1.0)
             record.stream = facts.stream
             return Classified(facts, route, raw, None, owner)
         message = f"Response with id '{ident[:100]}' not found."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.trace import Trace
 from policies.types import BackendView
@@ -25,6 +25,14 @@ class Story:
     traces: tuple[Trace, ...]
 
 
+LONG = 32
+"""Links of a prompt's chain; a longer one is not remembered, since nothing is told of it."""
+
+
+def _short(trace: Trace) -> Trace:
+    return replace(trace, facts=replace(trace.facts, prefix=()))
+
+
 class Memory:
     """The stories of the last requests."""
 
@@ -33,6 +41,8 @@ class Memory:
         self._stories: OrderedDict[str, Story] = OrderedDict()
 
     def keep(self, request_id: str, story: Story) -> None:
+        if any(len(trace.facts.prefix) > LONG for trace in story.traces):
+            story = replace(story, traces=tuple([_short(trace) for trace in story.traces]))
         self._stories[request_id] = story
         if len(self._stories) > self._most:
             self._stories.popitem(last=False)
