@@ -40,7 +40,7 @@ def load(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:
 
 def load_with(path: str | Path, candidate: str | Path, env: Mapping[str, str] = os.environ) -> Config:
     """`load` with the tables `policy` and `tiers` of another file in place of its own; whatever else that holds is left
-    out of account. Paths in it start at its own folder."""
+    out of account. A policy's own file is looked for beside it."""
     try:
         base, over = (
             tomllib.loads(Path(path).read_text("utf-8")),
@@ -53,7 +53,10 @@ def load_with(path: str | Path, candidate: str | Path, env: Mapping[str, str] = 
     taken: dict[str, object] = {name: over[name] for name in ("policy", "tiers") if name in over}
     if not taken:
         raise ConfigError([f"{candidate}: has neither [policy] nor [tiers]"])
-    return _read({**base, **taken}, env, str(candidate), Path(candidate).parent)
+    policy = taken.get("policy")
+    if isinstance(policy, dict) and isinstance(policy.get("file"), str):
+        taken["policy"] = {**policy, "file": str(Path(candidate).parent.absolute() / policy["file"])}
+    return _read({**base, **taken}, env, str(candidate), Path(path).parent)
 
 
 def load_policy(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:

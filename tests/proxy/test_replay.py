@@ -145,7 +145,10 @@ def test_the_gate_closes_for_a_worse_candidate_and_not_for_the_same(recorded: Pa
     candidate.write_text("[policy]\nname = 'predicted'\n", "utf-8")
     same = run("replay", records_of(recorded), "-c", recorded, "--policy", candidate, "--gate")
     assert same.exit_code == 0, same.output
-    own = tmp_path / "worst.py"
+    beside = tmp_path / "elsewhere"
+    beside.mkdir()
+    candidate = beside / "candidate.toml"
+    own = beside / "worst.py"
     own.write_text(
         "def score(facts, backend):\n    f = backend.forecast\n    return {'x': -f.cost if f else 0.0}\n",
         "utf-8",
