@@ -1,9 +1,9 @@
 """Between chat.completions' JSON and the tool-call engine: stream chunks and whole messages.
 
 Rules: a chunk that need not change is answered PASS, and the caller forwards the bytes that came. A chunk with a
-finish_reason waits for the next event, for only the last reason of a choice counts; where nothing was to be repaired
-it then leaves as it came too. Fields that are not about text, thinking or calls stay what they were. A stream
-and a whole message of the same answer give the same result.
+finish_reason waits for the next one that says something, for only the last reason of a choice counts; where nothing was
+to be repaired it then leaves as it came too. Fields that are not about text, thinking or calls stay what they were. A
+stream and a whole message of the same answer give the same result.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ class ChatShape:
 class _Choice:
     """One choice of a stream: its engine, its renderer, and a chunk whose reason may not be the last."""
 
-    __slots__ = ("engine", "fields", "held", "over", "renderer")
+    __slots__ = ("engine", "fields", "held", "listed", "over", "renderer")
 
     def __init__(self, engine: ToolEngine, form: ToolFormat) -> None:
         self.engine = engine
         self.renderer: Renderer = renderer(form)
         self.fields: tuple[str, ...] = ()  # how the backend spells reasoning
         self.held: _Held | None = None
+        self.listed = False  # calls came in tool_calls
         self.over = False
 
 
@@ -148,10 +149,15 @@ class ChatStream:
             state = self.choices[key] = _Choice(
                 self._new_engine(self.shape.form is ToolFormat.OPENAI), self.shape.form
             )
-        if state.held is not None:
-            self._unhold(state, out)
         delta = choice.get("delta")
         delta = delta if isinstance(delta, dict) else {}
+        if state.held is not None:
+            if not choice.get("finish_reason") and not any(delta[key] for key in delta if key != "role"):
+                if chunk.get("usage"):
+                    state.held.chunk = {**state.held.chunk, "usage": chunk["usage"]}
+                    state.held.same = False
+                return False
+            self._unhold(state, out)
         events, same = read_delta(state, delta, self.shape)
         if choice.get("finish_reason") == "":
             same = False
@@ -203,7 +209,8 @@ class ChatStream:
         out: list[object],
     ) -> None:
         fields = self.shape.reasoning or state.fields or ("reasoning_content",)
-        built = {key: value for key, value in delta.items() if key not in OURS and value is not None}
+        gone = {*OURS, "function_call"} if state.engine.armed else OURS
+        built = {key: value for key, value in delta.items() if key not in gone and value is not None}
         built.update(write_delta(events, fields))
         if built or reason is not None:
             out.append({**chunk, "choices": [{**choice, "delta": built, "finish_reason": reason}]})
@@ -224,8 +231,9 @@ def read_delta(state: _Choice, delta: dict[str, Any], shape: ChatShape) -> tuple
         found = engine.content(text)
         same = same and found is PASS
         events += [Content(text)] if isinstance(found, Pass) else found
-    calls = delta.get("tool_calls")
-    for entry in calls if isinstance(calls, list) else ():
+    calls, legacy = _calls(state, delta)
+    same = same and not legacy
+    for entry in calls:
         call, clean = read_call(entry)
         found = engine.call(call)
         same = same and clean and found is PASS
@@ -234,6 +242,17 @@ def read_delta(state: _Choice, delta: dict[str, Any], shape: ChatShape) -> tuple
         rendered = state.renderer.render(events)
         return rendered, not calls and _same(rendered, _text_events(thought, text)) and not shape.reasoning
     return events, same
+
+
+def _calls(state: _Choice, said: dict[str, Any]) -> tuple[list[Any], bool]:
+    """The entries of tool_calls, and whether the deprecated function_call stands beside them or in their place: some
+    backends tell a call in both, some only there."""
+    calls, legacy = said.get("tool_calls"), said.get("function_call")
+    calls = calls if isinstance(calls, list) else []
+    state.listed = state.listed or bool(calls)
+    if not state.engine.armed or not isinstance(legacy, dict):
+        return calls, False
+    return calls if state.listed else [{"index": 0, "function": legacy}], True
 
 
 def _pop_reason(events: list[Event], given: str | None) -> str | None:
@@ -264,19 +283,30 @@ def read_call(entry: Any, *, fresh: bool = False) -> tuple[CallDelta, bool]:
     """An entry of tool_calls, void values gone, and whether it is spelled as it should be."""
     entry = entry if isinstance(entry, dict) else {}
     function = entry.get("function")
-    function = function if isinstance(function, dict) else {}
+    clean = isinstance(function, dict)
+    function = function if isinstance(function, dict) else entry  # name and arguments stand beside it then
     arguments = function.get("arguments")
-    clean = isinstance(arguments, str) or "arguments" not in function
+    clean = clean and (isinstance(arguments, str) or "arguments" not in function)
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else json.dumps(arguments, ensure_ascii=False)
-    index, values = entry.get("index"), []
+    values = []
     for value, present in ((entry.get("id"), "id" in entry), (function.get("name"), "name" in function)):
         void = not isinstance(value, str) or value.strip() in VOID
         clean = clean and not (present and void)
         values.append(None if void else value)
     clean = clean and entry.get("type", "function") == "function" and ("type" in entry or values[0] is None)
-    position = index if isinstance(index, int) and not isinstance(index, bool) else None
-    return CallDelta(position, values[0], values[1], arguments, fresh), clean
+    index = entry.get("index")
+    clean = clean and (index is None or type(index) is int)
+    return CallDelta(_position(index), values[0], values[1], arguments, fresh), clean
+
+
+def _position(index: Any) -> int | None:
+    """An index, also one that was written as text or as a decimal."""
+    if isinstance(index, str) and index.isdecimal() and len(index) < 10:
+        return int(index)
+    if isinstance(index, float) and index.is_integer():
+        return int(index)
+    return index if isinstance(index, int) and not isinstance(index, bool) else None
 
 
 def _as_events(call: CallDelta) -> list[Event]:
@@ -327,8 +357,7 @@ def repair_choice(
     if not isinstance(message, dict) or not isinstance(choice.get("finish_reason") or "", str):
         return choice
     state = _Choice(engine, shape.form)
-    calls = message.get("tool_calls")
-    calls = calls if isinstance(calls, list) else []
+    calls, legacy = _calls(state, message)
     text = message.get("content")
     leaked = leftovers(text) if calls and engine.armed and isinstance(text, str) and text else 0
     source = {key: message.get(key) for key in (*THOUGHTS, "content")}
@@ -336,6 +365,7 @@ def repair_choice(
         source["content"] = str(text)[leaked:]
         engine.counters.repaired_leaks += 1
     events, same = read_delta(state, source, shape)
+    same = same and not legacy
     for entry in calls:
         call, clean = read_call(entry, fresh=True)
         found = engine.call(call._replace(slot=engine.next_index))
@@ -348,7 +378,8 @@ def repair_choice(
         return choice
     events += state.renderer.render(ending)
     reason = _pop_reason(events, given)
-    built = {key: value for key, value in message.items() if key not in OURS}
+    gone = {*OURS, "function_call"} if legacy else OURS
+    built = {key: value for key, value in message.items() if key not in gone}
     said = write_delta(events, shape.reasoning or state.fields or ("reasoning_content",))
     found_calls = said.pop("tool_calls", None)
     for entry in found_calls or ():

@@ -40,7 +40,16 @@ ALIASES = {
 }
 TYPES = frozenset({"null", "integer", "number", "boolean", "object", "array", "string"})
 SCALARS = frozenset({"null", "integer", "number", "boolean"})
-NAME_PREFIXES = ("functions.", "function.", "tools.", "tool.", "default_api.", "functions:", "default_api:")
+NAME_PREFIXES = (
+    "functions.",
+    "function.",
+    "function=",
+    "tools.",
+    "tool.",
+    "default_api.",
+    "functions:",
+    "default_api:",
+)
 
 
 class Spec:
@@ -329,8 +338,8 @@ class Toolset:
         self.longest = max(map(len, self.by_name), default=0)
 
     def find(self, written: str) -> Tool | None:
-        """The declared tool a model's spelling means: blanks, quotes and known prefixes do not count."""
-        name = written.strip().strip("\"'`").strip()
+        """The declared tool a model's spelling means: blanks, quotes, brackets and known prefixes do not count."""
+        name = written.strip().strip("\"'`<>").strip()
         tool = self.by_name.get(name)
         if tool is None:
             for prefix in NAME_PREFIXES:

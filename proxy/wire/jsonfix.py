@@ -406,7 +406,7 @@ def _composite(spec: Spec, text: str, nested: int) -> str | None:
     if "string" in spec.types and not is_literal(text):
         return None  # where text will do, nothing is guessed
     opener = text[:1]
-    if opener not in ("{", "[") or not spec.accepts("object" if opener == "{" else "array"):
+    if opener not in ("{", "[", "(") or not spec.accepts("object" if opener == "{" else "array"):
         return None
     rewriter = JsonRewriter(spec, live=False)
     end = rewriter.step(text, 0, End.STOP)
@@ -414,7 +414,20 @@ def _composite(spec: Spec, text: str, nested: int) -> str | None:
     if not rewriter.done:
         rewriter.finish()
     rest = text[end:].strip() if rewriter.done else ""
-    return None if rewriter.broken or rest.strip("}]") else rewriter.take()
+    if not rewriter.broken and not rest.strip("}]") and opener != "(":
+        return rewriter.take()
+    plain = _plain_literal(text) if "string" not in spec.types else None
+    return None if plain is None else _composite(spec, plain, nested)
+
+
+def _plain_literal(text: str) -> str | None:
+    """A Python literal that JSON has no like of (tuples, joined strings) as JSON; None if that is not what it is."""
+    try:
+        value = ast.literal_eval(text)
+        plain = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | tuple) else None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return None if plain == text else plain
 
 
 def is_literal(text: str) -> bool:

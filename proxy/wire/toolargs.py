@@ -54,6 +54,10 @@ class Arguments:
         return self._rewriter is not None and self._rewriter.done and not self._empty
 
     @property
+    def begun(self) -> bool:
+        return bool(self._head)
+
+    @property
     def rewriter(self) -> JsonRewriter | None:
         return self._rewriter
 
@@ -150,7 +154,7 @@ def _decodes(raw: str) -> bool:
 def unwrap(raw: str, tool: Tool, tools: Toolset, nested: int = 0) -> str | None:
     """The arguments object that `raw` is in disguise, None if it is none."""
     text = raw.strip()
-    if text.lower() in ("", "null", "none", "undefined", "{"):
+    if text.lower() in ("", "null", "none", "undefined", "{", "[]"):
         return "{}"
     if nested > 4:
         return None

@@ -47,6 +47,9 @@ class ToolChoice:
     def read(cls, value: object, tools: Toolset) -> ToolChoice:
         """From the request's field, absent or odd values being "auto"."""
         if isinstance(value, dict):
+            if value.get("type") == "allowed_tools":
+                allowed = value.get("allowed_tools", value)
+                return cls.read(allowed.get("mode") if isinstance(allowed, dict) else None, tools)
             function = value.get("function", value)
             name = function.get("name") if isinstance(function, dict) else None
             tool = tools.by_name.get(name) if isinstance(name, str) else None
@@ -158,9 +161,9 @@ class ToolEngine:
         whole = self._joiner.join(text)
         events: list[Event] = []
         self._reader = None
-        if self._thinking.held and not (self._text.thinking or whole.isspace()):
-            events += self._release_thinking()
         if whole is text and self._text.passes(text):
+            if self._thinking.held and not text.isspace():
+                events = self._release_thinking()
             return [*events, Content(text)] if events else PASS
         self._text.feed(whole)
         self._collect(self._text.take(), events)
@@ -236,7 +239,7 @@ class ToolEngine:
         reason = reason or None
         self.finished = True
         if not self.armed:
-            given = "stop" if reason in NATURAL else reason
+            given = "stop" if reason == "tool_calls" else reason
             self.counters.repaired_reasons += given != reason
             return [Finish(given)] if given else []
         end = End.STOP if reason in NATURAL else End.CUT

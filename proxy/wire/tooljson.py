@@ -3,7 +3,7 @@
 Rules: `tool` is set as soon as the name is complete and declared; until then nothing is said, and `rejected` means
 that this is no call (the caller has the text and releases it). Arguments stream from there, typed by the tool's schema;
 their last brace waits for the call's own end, so that a cut call cannot be run. For a named tool_choice the object may
-be the bare arguments.
+be the bare arguments. Parameters beside the name, not in an object of their own, are the arguments if no others come.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 
-from proxy.wire.coerce import ANY, Tool, Toolset
+from proxy.wire.coerce import ANY, Tool, Toolset, quote
 from proxy.wire.jsonfix import JsonRewriter, decode_string
 from proxy.wire.jsonstring import BLANK, End
 
@@ -31,6 +31,7 @@ class JsonCall:
     __slots__ = (
         "_arguments",
         "_bare",
+        "_beside",
         "_depth",
         "_early",
         "_found",
@@ -63,6 +64,7 @@ class JsonCall:
         self._take = self._ignore
         self._arguments = False  # the arguments were read
         self._found = ""  # the key whose value comes next
+        self._beside: list[str] = []  # parameters beside the name
         self._early = ""  # arguments that came before the name
         self._last = ""  # their final brace, until the call ends
         self._sent = False
@@ -195,6 +197,8 @@ class JsonCall:
                 self._read(self.tool.spec, self._ignore)
             else:
                 self._read(ANY, self._whole)
+        elif self.tool is not None and key in self.tool.spec.keys:
+            self._read(ANY, self._put_beside)
         elif self.tool is not None or key in OTHERS or key in ARGUMENTS:
             self._read(ANY, self._skip)
         else:
@@ -244,6 +248,9 @@ class JsonCall:
 
     def _skip(self, text: str) -> None: ...
 
+    def _put_beside(self, text: str) -> None:
+        self._beside.append(f"{quote(self._found)}: {text}")
+
     def _name(self, text: str) -> None:
         if self.tool is not None:
             return
@@ -283,7 +290,10 @@ class JsonCall:
         if self.tool is None:
             self.rejected = True
             return
-        if not self._sent:
+        if not self._sent and self._beside and not self._arguments:
+            self.repairs += 1
+            self._emit(rewrite(self.tool, f"{{{', '.join(self._beside)}}}"))
+        elif not self._sent:
             self.out.append("{")
             self._last = "}"
         self.out.append(self._last)
@@ -297,7 +307,7 @@ class JsonCall:
 
 def rewrite(tool: Tool, text: str) -> str:
     """A whole arguments object as valid JSON of the tool's types; unterminated if it cannot be mended."""
-    if text.strip().lower() in ("", "null", "none"):
+    if text.strip().lower() in ("", "null", "none", "[]"):
         return "{}"
     rewriter = JsonRewriter(tool.spec, live=False)
     start = BLANK.match(text).end()  # type: ignore[union-attr]

@@ -1,9 +1,11 @@
 """Tool deltas that the backend parsed: their ids, indexes, names and arguments put right.
 
 Rules: a delta belongs to a call by id first, by index second. A new id on a used index is a new call, a known id on
-a new index the same one. Null, empty and "null" names and ids are absent; a repeated name is ignored. A call leaves
-with the next index, one id and its name, in one event, as soon as the name is known. Equal calls are two calls.
-An undeclared name without arguments is no call: a parser took markup that was only mentioned for one.
+a new index the same one, until its arguments are whole. What has no name and goes on with open arguments belongs to
+them, whatever its id or index. Null, empty and "null" names and ids are absent; a repeated name is ignored, pieces of
+a declared one are put together. A call leaves with the next index, one id and its name, in one event, as soon as the
+name is known. Equal calls are two calls. An undeclared name without arguments is no call: a parser took markup that
+was only mentioned for one.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ class _Call:
         self.joiner = Joiner()
         self.ended = False
 
+    @property
+    def begun(self) -> bool:
+        """Whether some of its arguments came."""
+        return self.arguments is not None and self.arguments.begun
+
 
 class ParsedCalls:
     """`feed` deltas; `finish` ends what is open. `next_index`: of the next call, parsed or not."""
@@ -81,10 +88,12 @@ class ParsedCalls:
     def feed(self, delta: CallDelta) -> tuple[list[Event], bool]:
         """The events of a delta, and whether they say just what it says."""
         call = self._find(delta)
-        if call.name is None:
-            delta = delta._replace(name=self._name(call, delta))
         events: list[Event] = []
         same = self._exact and call.out in (-1, delta.slot)
+        if call.name is None:
+            name = self._name(call, delta)
+            same = same and name == delta.name
+            delta = delta._replace(name=name)
         if call.name is None and delta.name is not None:
             same = self._start(call, delta, events) and same
         elif call.out < 0:
@@ -105,11 +114,20 @@ class ParsedCalls:
     def _name(self, call: _Call, delta: CallDelta) -> str | None:
         """The call's name, once it may be told."""
         name = delta.name or call.undeclared
+        if delta.name is not None and call.undeclared is not None:
+            name = self._joined(call.undeclared, delta.name) or delta.name
         if name is not None and self._tools.find(name) is None:
             call.undeclared = name
             if not (call.waiting + delta.arguments).strip(NO_ARGUMENTS):
                 return None
         return name
+
+    def _joined(self, piece: str, more: str) -> str | None:
+        """The name of which a piece was told before: told anew and longer, or the rest of a declared one."""
+        if more.startswith(piece):
+            return more
+        whole = piece + more
+        return whole if self._tools.find(whole) or self._tools.may_become(whole) else None
 
     def _start(self, call: _Call, delta: CallDelta, events: list[Event]) -> bool:
         """Sends the call's head; true if the delta's own says the same."""
@@ -135,7 +153,7 @@ class ParsedCalls:
             self._calls.append(call)
         if delta.id is not None and call.id is None:
             call.id = delta.id
-            self._by_id.setdefault(delta.id, call)
+            self._by_id[delta.id] = call
         if delta.slot is not None:
             self._by_index[delta.slot] = call
         return call
@@ -143,19 +161,27 @@ class ParsedCalls:
     def _known(self, delta: CallDelta) -> _Call | None:
         call = self._by_id.get(delta.id) if delta.id is not None else None
         if call is None:
-            call = self._by_index.get(delta.slot) if delta.slot is not None else self._last()
-            if call is None or (delta.id is not None and call.id is not None):
+            last = self._calls[-1] if self._calls else None
+            call = self._by_index.get(delta.slot) if delta.slot is not None else last
+            if call is None:
+                return last if last and delta.id is None and _strays_from(last, delta) else None
+            if delta.id is not None and call.id is not None and not _goes_on(call, delta):
                 return None
-        known = call.name or call.undeclared
-        renamed = delta.name is not None and known is not None and delta.name != known
-        whole = (
-            call.arguments is not None and call.arguments.done and delta.arguments.lstrip()[:1] in BEGINNINGS
+        if delta.name is not None and self._renamed(call, delta.name):
+            return None
+        if call.arguments is None or not call.arguments.done:
+            return call
+        moved = (
+            delta.name is not None and delta.slot is not None and self._by_index.get(delta.slot) is not call
         )
-        begins = delta.name is not None or delta.id is not None
-        return None if renamed or (whole and begins) else call
+        whole = delta.arguments.lstrip()[:1] in BEGINNINGS and (delta.name or delta.id) is not None
+        return None if moved or whole else call
 
-    def _last(self) -> _Call | None:
-        return self._calls[-1] if self._calls else None
+    def _renamed(self, call: _Call, name: str) -> bool:
+        """Whether a name is another than the call's."""
+        if call.name is None and call.undeclared is not None:
+            return self._joined(call.undeclared, name) is None
+        return call.name not in (None, name)
 
     def finish(self, end: End) -> list[Event]:
         """Ends every open call; one without a name is the named tool's, or nobody's."""
@@ -163,7 +189,7 @@ class ParsedCalls:
         for call in self._calls:
             if call.out < 0:
                 name = self._named.name if self._named else self._only()
-                if name is None or call.undeclared is not None:
+                if name is None or not call.waiting.strip() or call.undeclared is not None:
                     self._counters.undeclared += call.undeclared is not None
                     self._counters.dropped += 1
                     continue
@@ -201,3 +227,15 @@ class ParsedCalls:
             count.failures += rewriter.failures
             count.duplicates += rewriter.duplicates
             count.suspected += rewriter.suspected
+
+
+def _strays_from(call: _Call, delta: CallDelta) -> bool:
+    """Whether a delta on an index that nobody uses, without id or name, is more of this call."""
+    begins = delta.arguments.lstrip().startswith("{")
+    return _goes_on(call, delta) and not (begins and call.begun)
+
+
+def _goes_on(call: _Call, delta: CallDelta) -> bool:
+    """Whether a delta is more of a call's arguments although its id or index is not the call's."""
+    arguments = call.arguments
+    return bool(delta.name is None and delta.arguments and arguments is not None and not arguments.done)

@@ -16,7 +16,8 @@ from proxy.wire.markdown import Markdown
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Content, Counters, Event
 from proxy.wire.tooljson import JsonCall
 from proxy.wire.toolopen import WRAPPER
-from proxy.wire.toolxml import ANY_CLOSER, END_TOKEN, VARIANTS, XmlCall, begins_tag
+from proxy.wire.toolvalue import ANY_CLOSER, END_TOKEN, VARIANTS, begins_tag
+from proxy.wire.toolxml import XmlCall
 
 BLANK = re.compile(r"\s*")
 FUNCTIONS = ("<function=", "<function>", "<function ")
@@ -89,7 +90,8 @@ class CallRunner:
         if self._raw and WRAPPER in self._raw[0]:
             self._block = False
         self.code.advance(text)
-        self._say(self._gap + text)
+        apart = self._behind and self.said and not text[:1].isspace()
+        self._say((self._gap or ("\n" if apart else "")) + text)
         self._raw, self._raw_size, self._json = [], 0, None
         self._state = self._text
 
@@ -217,7 +219,7 @@ class CallRunner:
             if char == "{":
                 self._begin_json("")
                 return index
-            if char in ",]" or (guided and char in "`}"):
+            if char in ",]}" or (guided and char == "`"):
                 return index + 1
         if self._parsed and char == ">":
             rest = buffer[index + 1 : index + 2]

@@ -17,7 +17,8 @@ from proxy.wire.jsonstring import End
 from proxy.wire.toolevents import CallStart, Counters, Event, Reasoning
 from proxy.wire.toolopen import WRAPPER, Opening, read_opening
 from proxy.wire.toolrun import FUNCTIONS, MAX_BLANK, THINK_END, CallRunner, State
-from proxy.wire.toolxml import XmlCall, begins_tag
+from proxy.wire.toolvalue import begins_tag
+from proxy.wire.toolxml import XmlCall
 
 THINK = "<think>"
 GUIDED = re.compile(r"\s*+(?:```\w*+\s*+)?+(?=[\[{])")

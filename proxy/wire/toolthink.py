@@ -70,10 +70,14 @@ class Thinking:
         self._machine.feed(text)
         more = self._machine.take()
         events: list[Event] = [event for event in more if not isinstance(event, Content)]
-        spoke = any(isinstance(event, Content) and not event.text.isspace() for event in more)
-        if self._events and not (spoke and not self._stray()) and self._size <= MAX_HELD:
+        spoken = [
+            at for at, event in enumerate(more) if isinstance(event, Content) and not event.text.isspace()
+        ]
+        if self._events and not (spoken and not self._stray()) and self._size <= MAX_HELD:
             self._events += events
             return ""
+        if spoken:  # what came before it was no call
+            events = [event for event in more[spoken[-1] :] if not isinstance(event, Content)]
         if self._size > MAX_HELD and (self._events or events):
             return self.release()
         if events:

@@ -1,9 +1,9 @@
 """One call in Qwen's XML, from behind its function tag: parameters in, the text of a JSON arguments object out.
 
 Rules: values are literal: no XML library, no entities, no escapes. One newline on each side of a value is the
-format's. A closer ends a value only when what follows it is structure (or the end); a whole quoted call inside a
-value is counted over. A string streams, all but a trailing newline and what may be the start of a tag; any other
-value waits for its end and is converted by the schema. A parameter given twice counts once, the first time.
+format's; where a value ends is `toolvalue`'s to say. A string streams, all but a trailing newline and what may be the
+start of a tag; any other value waits for its end and is converted by the schema. A parameter given twice counts once,
+the first time.
 """
 
 from __future__ import annotations
@@ -11,42 +11,25 @@ from __future__ import annotations
 import re
 from json.encoder import encode_basestring
 
-from proxy.wire.coerce import Spec, Tool, Toolset, quote
+from proxy.wire.coerce import Tool, Toolset, quote
 from proxy.wire.jsonfix import JsonRewriter, convert
 from proxy.wire.jsonstring import End
-
-BLANK = re.compile(r"\s*")
-KEY = re.compile(r"<parameter(?:=|\s+name\s*=)\s*[\"']?([^>\n<\"']{0,256}+)[\"']?[^\S\n]*+(>|\n)")
-KEY_START = re.compile(r"<parameter(?:=|\s+name\s*=|\s+n?a?m?e?\Z)[^>\n<]{0,260}\Z")
-FOREIGN = r"function_invocation|function_calls?|function_call|tool_calls|invoke|parameters|arguments"
-CLOSERS = ("</parameter>", "</function>", "</tool_call>")
-ANY_CLOSER = re.compile(rf"</(?:parameter|function|tool_call|{FOREIGN})\s*>")
-END_TOKEN = re.compile(r"<\|(?:im_end|endoftext)\|>")
-VARIANTS = tuple(f"</{name}>" for name in FOREIGN.replace("?", "").split("|")) + (
-    "<|im_end|>",
-    "<|endoftext|>",
+from proxy.wire.toolvalue import (
+    ANY_CLOSER,
+    BLANK,
+    END_TOKEN,
+    FOREIGN,
+    KEY_START,
+    TEXT,
+    VALUE_TAG,
+    WAIT,
+    ValueEnd,
+    begins_tag,
+    read_key,
 )
-TAGS = (*CLOSERS, "<parameter=", "<parameter ", "<tool_call>", "<function=", *VARIANTS)
-VALUE_TAG = re.compile(  # in a value: a tag that matters, or what may become one
-    r"<(?:/(?:parameter|function|tool_call)>|parameter[= ]|tool_call>|function="
-    r"|\|(?:im_end|endoftext)\|>|[/a-z_|= ]{0,14}\Z)"
-)
-FOLLOWERS = ("<parameter=", "<parameter ", "</function>", "</tool_call>", *VARIANTS)
-NEXT_CALL = re.compile(r"<tool_call>\s*(?:<function=([^>\n<]*)[>\n]|[{\[])|<function=([^>\n<]*)[>\n]")
-NEXT_CALL_START = re.compile(
-    r"<tool_call>\s*(?:<f?u?n?c?t?i?o?n?\Z|<function=[^>\n<]{0,128}\Z|\Z)|<function=[^>\n<]{0,128}\Z"
-)
-LOOKAHEAD = 512  # characters looked over behind a closer before it counts as one
-
-TEXT, CLOSE, WAIT = 0, 1, -1  # what a tag inside a value is: literal, the value's end, not to be known yet
 
 
-def begins_tag(text: str, tags: tuple[str, ...] = TAGS) -> bool:
-    """Whether `text` is a beginning of one of `tags`, so that more of it may come."""
-    return any(tag.startswith(text) for tag in tags)
-
-
-class XmlCall:
+class XmlCall(ValueEnd):
     """`step` reads from a buffer, `out` collects argument text; `done` with `complete` when the call's end was seen.
 
     `plain` is true while a string leaves as it comes: text without "<", newline or surrogate needs no `step`.
@@ -57,18 +40,12 @@ class XmlCall:
         "_first",
         "_fresh",
         "_from_json",
-        "_functions",
         "_json",
         "_key",
         "_members",
         "_muted",
-        "_quoted",
-        "_spec",
         "_state",
-        "_tools",
         "_unclosed",
-        "_used",
-        "_wrappers",
         "complete",
         "done",
         "duplicates",
@@ -79,25 +56,19 @@ class XmlCall:
         "prev",
         "repairs",
         "suspected",
-        "tool",
     )
 
     def __init__(self, tool: Tool, tools: Toolset) -> None:
-        self.tool = tool
-        self._tools = tools
+        super().__init__(tool, tools)
         self._state = self._between
         self._members = 0
         self._fresh = True  # nothing but blanks came since the function tag
-        self._used: set[str] = set()
         self._key = ""
-        self._spec: Spec = tool.spec
         self._buffered: list[str] | None = None  # a value that waits for its end
         self._muted = False  # a parameter given again
         self._first = False  # nothing of the value was read yet
         self.newline = ""  # the value's last newline, maybe the format's
         self.prev = "\n"  # the character before the buffer's next one
-        self._functions = self._wrappers = 0  # quoted openers inside the value, not closed yet
-        self._quoted = False  # a parameter of the quoted call is open
         self._json: JsonRewriter | None = None
         self.out: list[str] = []
         self.done = self.complete = self.plain = False
@@ -183,11 +154,12 @@ class XmlCall:
         return len(buffer) if tag < 0 else tag
 
     def _parameter(self, buffer: str, index: int, end: End) -> int:
-        found = KEY.match(buffer, index)
+        found = read_key(buffer, index)
         if not found:
             if end is End.MORE and KEY_START.match(buffer, index):
                 return index
             return self._skip(buffer, index + 1)
+        self._attributes = buffer[index + len("<parameter")] != "="
         key = found.group(1).strip()
         if "=" in key and key not in self.tool.spec.keys:
             self.suspected += 1
@@ -204,10 +176,8 @@ class XmlCall:
         self._muted = key in self._used
         self.duplicates += self._muted
         self._used.add(key)
-        self._spec = self.tool.spec.child(key)
+        self._begin_value(self.tool.spec.child(key))
         self._first, self.newline = True, ""
-        self._functions = self._wrappers = 0
-        self._quoted = False
         self._buffered = None if self._spec.text and not self._muted else []
         if self._buffered is None:
             self._member('"')
@@ -290,106 +260,6 @@ class XmlCall:
         converted, fits = convert(self._spec, text[:-1] if text.endswith("\n") else text)
         self.failures += not fits
         self._member(converted)
-
-    def _judge(self, buffer: str, tag: int, line: bool, end: End) -> int:
-        """What the tag at `tag` is: TEXT, CLOSE or WAIT. `line`: it begins a line."""
-        if self._spec.scalar and buffer.startswith(
-            (*CLOSERS, "<parameter=", "<tool_call>", "<function="), tag
-        ):
-            return CLOSE
-        if buffer.startswith("</parameter>", tag):
-            return self._judge_parameter_end(buffer, tag, end)
-        if buffer.startswith("</function>", tag):
-            return self._judge_function_end(buffer, tag, end)
-        if buffer.startswith("</tool_call>", tag):
-            if self._wrappers:
-                self._wrappers -= 1
-                return TEXT
-            return self._followed(buffer, tag + len("</tool_call>"), end, ("<tool_call>",))
-        if buffer.startswith(("<parameter=", "<parameter "), tag):
-            self._quoted = self._quoted or (self._functions > 0 and line)
-            return self._judge_parameter(buffer, tag, end) if line and not self._functions else TEXT
-        if buffer.startswith("<tool_call>", tag):
-            self._wrappers += line
-            return TEXT
-        if buffer.startswith("<function=", tag):
-            self._functions += line
-            return TEXT
-        token = END_TOKEN.match(buffer, tag)
-        if token:
-            return self._followed(buffer, token.end(), end, ())
-        rest = buffer[tag : tag + 32]
-        if not begins_tag(rest):
-            return TEXT
-        if end is End.MORE:
-            return WAIT
-        return CLOSE if len(rest) > 1 and begins_tag(rest, CLOSERS) else TEXT
-
-    def _judge_parameter_end(self, buffer: str, tag: int, end: End) -> int:
-        """Structure if only closers lead from here to a next parameter, the call's end, a next call or the end."""
-        at = tag
-        while buffer.startswith("</parameter>", at):
-            at = BLANK.match(buffer, at + len("</parameter>")).end()  # type: ignore[union-attr]
-        if self._functions and self._quoted:
-            verdict = self._judge_quoted_end(buffer, at, end)
-            self._quoted = verdict != TEXT
-            return verdict
-        rest = buffer[at : at + LOOKAHEAD]
-        if not rest or at - tag > LOOKAHEAD:
-            return CLOSE if end is not End.MORE or at - tag > LOOKAHEAD else WAIT
-        if rest.startswith(FOLLOWERS):
-            return CLOSE
-        if self._next_call(rest):
-            return CLOSE
-        waits = begins_tag(rest, (*FOLLOWERS, "</parameter>", "<tool_call>", "<function="))
-        if end is End.MORE and (waits or NEXT_CALL_START.match(rest)):
-            return WAIT
-        return CLOSE if waits else TEXT
-
-    def _judge_quoted_end(self, buffer: str, at: int, end: End) -> int:
-        """Inside a quoted call a closer is text, unless nothing but closers is left of the whole answer."""
-        ended, start = False, at
-        while closer := ANY_CLOSER.match(buffer, at):
-            if ended and closer.group() == "</parameter>":
-                return TEXT  # the outer call's own closers follow
-            ended = ended or closer.group() == "</function>"
-            at = BLANK.match(buffer, closer.end()).end()  # type: ignore[union-attr]
-        rest = buffer[at : at + 32]
-        if not rest and at - start <= 2 * LOOKAHEAD:
-            return WAIT if end is End.MORE else CLOSE if end is End.STOP else TEXT
-        return WAIT if end is End.MORE and begins_tag(rest, CLOSERS) else TEXT
-
-    def _judge_function_end(self, buffer: str, tag: int, end: End) -> int:
-        if self._functions:
-            self._functions -= 1
-            return TEXT
-        return self._followed(buffer, tag + len("</function>"), end, ("</tool_call>", "<tool_call>"))
-
-    def _judge_parameter(self, buffer: str, tag: int, end: End) -> int:
-        """A parameter that opens at a line start: the next one if it is declared and was not used."""
-        found = KEY.match(buffer, tag)
-        if found:
-            key = found.group(1).strip()
-            return CLOSE if key in self.tool.spec.keys and key not in self._used else TEXT
-        return WAIT if end is End.MORE and KEY_START.match(buffer, tag) else TEXT
-
-    def _followed(self, buffer: str, at: int, end: End, tags: tuple[str, ...]) -> int:
-        """CLOSE if one of `tags`, or nothing, follows; at a cut nobody knows what would have followed."""
-        after = BLANK.match(buffer, at).end()  # type: ignore[union-attr]
-        if after - at > LOOKAHEAD:
-            return TEXT
-        rest = buffer[after : after + 32]
-        if not rest:
-            return CLOSE if end is End.STOP else WAIT
-        if rest.startswith(tags) or END_TOKEN.match(rest):
-            return CLOSE
-        waiting = begins_tag(rest, (*tags, "<|im_end|>", "<|endoftext|>"))
-        return WAIT if waiting and end is not End.STOP else TEXT
-
-    def _next_call(self, rest: str) -> bool:
-        found = NEXT_CALL.match(rest)
-        name = found and (found.group(1) or found.group(2))
-        return bool(found) and (name is None or self._tools.find(name) is not None)
 
     # Arguments as JSON behind the function tag
 

@@ -87,6 +87,8 @@ def accumulate(result: Result, chunk: Any) -> None:
     for entry in delta.get("tool_calls") or ():
         index = entry["index"]
         function = entry.get("function", {})
+        assert type(index) is int
+        assert isinstance(function, dict)
         if index == len(result.calls):
             assert isinstance(entry["id"], str), "no id in a call's first delta"
             assert entry["id"], "an empty id"
@@ -151,14 +153,15 @@ def _joined(chunks: Iterable[Delta]) -> Iterator[tuple[str, Any]]:
                 else:
                     parts.append((key, delta[key]))
         parts += [("calls", entry) for entry in delta.get("tool_calls") or ()]
-        rest = {k: v for k, v in delta.items() if k in ("role", "finish_reason")}
+        rest = {k: v for k, v in delta.items() if k in ("role", "finish_reason", "function_call")}
         if rest:
             parts.append(("other", rest))
     return iter(parts)
 
 
 def _recut_call(entry: dict[str, Any], cut: Callable[[str], Iterable[str]]) -> list[Delta]:
-    arguments = entry["function"].get("arguments")
+    function = entry.get("function") if isinstance(entry, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str) or len(arguments) < 2:
         return [{"tool_calls": [entry]}]
     first, *more = cut(arguments)

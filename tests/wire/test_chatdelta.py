@@ -53,6 +53,33 @@ def send(made: ChatStream, *chunks: dict) -> list[Any]:
     return sent + made.close()
 
 
+def test_usage_that_rides_on_an_empty_delta_behind_the_reason_leaves_with_the_reason():
+    usage = {"total_tokens": 3}
+    empty = chunk({"role": "assistant", "content": ""}, usage=usage)
+    (first, last) = send(stream(), chunk({"content": "Hi"}), chunk({}, "stop"), empty)
+    assert first == 0
+    assert last == chunk({}, "stop", usage=usage)
+
+
+def test_an_empty_delta_behind_the_reason_of_one_choice_does_not_end_another():
+    made = stream()
+    out = send(
+        made,
+        chunk({"content": "A"}),
+        chunk({"content": "B"}, index=1),
+        chunk({}, "stop"),
+        chunk({}),
+        chunk({"content": "C"}, index=1),
+        chunk({}, "length", index=1),
+    )
+    assert out == [0, 1, 4, 2, 5]
+
+
+def test_a_function_call_stays_where_no_tools_were_declared():
+    legacy = [chunk({"function_call": {"name": "play", "arguments": "{}"}}), chunk({}, "function_call")]
+    assert send(stream(tools=Toolset(None)), *legacy) == [0, 1]
+
+
 RIGHT = [
     [
         chunk({"role": "assistant", "content": ""}),

@@ -96,7 +96,10 @@ def test_a_finish_waits_for_what_follows_and_leaves_as_it_came() -> None:
 
 def test_without_tools_the_plain_reader_and_this_one_agree() -> None:
     case: dict[str, Any] = {**next(iter(SETTLED)), "tools": [], "tool_choice": None}
-    for other in SETTLED[::5]:
+    ended = [
+        other for other in SETTLED if other["chunks"][-1].get("finish_reason")
+    ]  # the plain reader adds no rule
+    for other in ended[::5]:
         events = encode([d for d in as_stream(other) if not d.get("tool_calls")])
         plain = ChatStream()
         expected = read(b"".join(plain.feed(event) for event in events))
