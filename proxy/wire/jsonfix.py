@@ -14,14 +14,13 @@ or -1 to wait for more from where it was; what waits is bounded.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable
 from json.encoder import encode_basestring
 
 from proxy.wire.coerce import ANY, MAX_DIGITS, NUMBER, Spec, quote, scalar
-from proxy.wire.jsonstring import BLANK, End, StringReader, read_word
+from proxy.wire.jsonstring import BLANK, End, StringReader, is_literal, plain_literal, read_word
 
 ODD = re.compile(r'["\\\x00-\x1f]')  # what a stream of string content must not hold to pass as it is
 SOUND = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt])*+\Z')  # whole string content that passes
@@ -416,32 +415,8 @@ def _composite(spec: Spec, text: str, nested: int) -> str | None:
     rest = text[end:].strip() if rewriter.done else ""
     if not rewriter.broken and not rest.strip("}]") and opener != "(":
         return rewriter.take()
-    plain = _plain_literal(text) if "string" not in spec.types else None
+    plain = plain_literal(text) if "string" not in spec.types else None
     return None if plain is None else _composite(spec, plain, nested)
-
-
-def _plain_literal(text: str) -> str | None:
-    """A Python literal that JSON has no like of (tuples, joined strings) as JSON; None if that is not what it is."""
-    try:
-        value = ast.literal_eval(text)
-        plain = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | tuple) else None
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-        return None
-    return None if plain == text else plain
-
-
-def is_literal(text: str) -> bool:
-    """Whether a text is sound JSON or a sound Python literal."""
-    try:
-        json.loads(text, strict=False)
-        return True
-    except (ValueError, RecursionError):
-        pass
-    try:
-        ast.literal_eval(text)
-        return True
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return False
 
 
 def _accept(result: tuple[str, bool]) -> str | None:

@@ -1,4 +1,4 @@
-"""The inside of a loose JSON string, in pieces, as valid JSON string content; and words without quotes.
+"""The inside of a loose JSON string, in pieces, as valid JSON string content; words without quotes, and literals.
 
 Rules: plain text and valid escapes leave as they came. Raw control characters, escapes that no reader knows, and
 quotes inside are escaped; half a surrogate pair that stays alone is left out. `live` text was serialised by a backend:
@@ -7,6 +7,8 @@ its closing quote is one. In a model's own writing a quote closes only where JSO
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 from collections.abc import Callable
@@ -160,3 +162,27 @@ def read_word(spec: Spec, word: str) -> tuple[str, bool, bool]:
     if spec.types and "string" not in spec.types:
         return known or quote(word), True, True
     return quote(word), True, False
+
+
+def plain_literal(text: str) -> str | None:
+    """A Python literal that JSON has no like of (tuples, joined strings) as JSON; None if that is not what it is."""
+    try:
+        value = ast.literal_eval(text)
+        plain = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | tuple) else None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return None if plain == text else plain
+
+
+def is_literal(text: str) -> bool:
+    """Whether a text is sound JSON or a sound Python literal."""
+    try:
+        json.loads(text, strict=False)
+        return True
+    except (ValueError, RecursionError):
+        pass
+    try:
+        ast.literal_eval(text)
+        return True
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
