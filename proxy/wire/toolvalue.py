@@ -27,9 +27,9 @@ VARIANTS = tuple(f"</{name}>" for name in FOREIGN.replace("?", "").split("|")) +
     "<|im_end|>",
     "<|endoftext|>",
 )
-TAGS = (*CLOSERS, "<parameter=", "<parameter ", "<tool_call>", "<function=", *VARIANTS)
+TAGS = (*CLOSERS, "<parameter=", "<parameter ", "<tool_call>", "<function=", "<function name=", *VARIANTS)
 VALUE_TAG = re.compile(  # in a value: a tag that matters, or what may become one
-    r"<(?:/(?:parameter|function|tool_call)>|parameter[= >]|tool_call>|function="
+    r"<(?:/(?:parameter|function|tool_call)>|parameter[= >]|tool_call>|function(?: name)?="
     r"|\|(?:im_end|endoftext)\|>|[/a-z_|= ]{0,14}\Z)"
 )
 FOLLOWERS = ("<parameter=", "<parameter ", "</function>", "</tool_call>", *VARIANTS)
@@ -95,7 +95,7 @@ class ValueEnd:
             self._passed -= 1
             return TEXT
         if buffer.startswith("</parameter>", tag):
-            return self._judge_parameter_end(buffer, tag, end)
+            return self._judge_parameter_end(buffer, tag, line, end)
         if buffer.startswith("</function>", tag):
             return self._judge_function_end(buffer, tag, end)
         if buffer.startswith("</tool_call>", tag):
@@ -106,13 +106,13 @@ class ValueEnd:
         if buffer.startswith(("<parameter=", "<parameter ", "<parameter>"), tag):
             self._quoted = self._quoted or (self._functions > 0 and line)
             verdict = self._judge_parameter(buffer, tag, end) if line and not self._functions else TEXT
-            self._inner += verdict == TEXT and not self._functions
+            self._inner += verdict == TEXT and not (line and self._functions)
             return verdict
         if buffer.startswith("<tool_call>", tag):
             self._wrappers += line
             self._inline += not line
             return TEXT
-        if buffer.startswith("<function=", tag):
+        if buffer.startswith(("<function=", "<function name="), tag):
             self._functions += line
             return TEXT
         token = END_TOKEN.match(buffer, tag)
@@ -125,7 +125,7 @@ class ValueEnd:
             return WAIT
         return CLOSE if len(rest) > 1 and begins_tag(rest, CLOSERS) else TEXT
 
-    def _judge_parameter_end(self, buffer: str, tag: int, end: End) -> int:
+    def _judge_parameter_end(self, buffer: str, tag: int, line: bool, end: End) -> int:
         """Structure if only closers lead from here to a next parameter, the call's end, a next call or the end."""
         at = tag
         while buffer.startswith("</parameter>", at):
@@ -135,7 +135,7 @@ class ValueEnd:
             self._quoted = verdict != TEXT
             return verdict
         if self._inner:
-            return self._judge_inner_end(buffer, tag, end)
+            return self._judge_inner_end(buffer, tag, line, end)
         rest = buffer[at : at + LOOKAHEAD]
         if not rest or at - tag > LOOKAHEAD:
             return CLOSE if end is not End.MORE or at - tag > LOOKAHEAD else WAIT
@@ -148,14 +148,15 @@ class ValueEnd:
             return WAIT
         return CLOSE if waits else TEXT
 
-    def _judge_inner_end(self, buffer: str, tag: int, end: End) -> int:
+    def _judge_inner_end(self, buffer: str, tag: int, line: bool, end: End) -> int:
         """Where the value holds a parameter's tag a closer may be that one's: it is when the closers of something
-        quoted, or more of the text, come before the call goes on or ends."""
+        quoted, or more of the text, come before the call goes on or ends. On lines of their own the closers are the
+        call's, whatever is said behind it."""
         walked: list[str] = []
         at = tag
         while closer := ANY_CLOSER.match(buffer, at):
             name = closer.group()
-            if at - tag > LOOKAHEAD or (name == "</tool_call>" and not self._inline):
+            if at - tag > LOOKAHEAD or (name == "</tool_call>" and not (self._inline or self._wrappers)):
                 return CLOSE
             if name == "</parameter>" and walked:
                 return self._pass_over(walked)
@@ -171,12 +172,16 @@ class ValueEnd:
         waits = not rest or begins_tag(rest, (*FOLLOWERS, "</parameter>", "<tool_call>", "<function="))
         if end is End.MORE and (waits or NEXT_CALL_START.match(rest)):
             return WAIT
-        return CLOSE if waits else self._pass_over(walked)
+        return CLOSE if waits or (line and "</function>" in walked) else self._pass_over(walked)
 
     def _pass_over(self, closers: list[str]) -> int:
         """The first of these closers, and all of them, are the value's text."""
         self._inner -= 1
-        self._inline -= "</tool_call>" in closers
+        self._functions -= "</function>" in closers and self._functions > 0
+        if "</tool_call>" in closers and self._inline:
+            self._inline -= 1
+        elif "</tool_call>" in closers:
+            self._wrappers -= 1
         self._passed = sum(closer in CLOSERS for closer in closers[1:])
         return TEXT
 
