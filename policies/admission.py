@@ -19,6 +19,7 @@ from heapq import heappop, heappush
 from math import ceil, exp, inf
 from random import Random
 
+from policies.filters import tier as quality
 from policies.fleet import Fleet
 from policies.lines import Line, Side, Waiting
 from policies.params import PolicyParams
@@ -27,6 +28,7 @@ from policies.state import State
 from policies.types import (
     BackendView,
     Decision,
+    Drop,
     DropReason,
     Forecast,
     Go,
@@ -91,6 +93,7 @@ class Admission:
             decision = self._router.choose(facts, views, self._rng, pinned=pinned)
             if decision.backend is None and not decision.only_full():
                 return self._refuse(now, one, ShedReason.NO_BACKEND, decision)
+            decision = _held(views, decision)
         return self._wait(now, one, views, decision)
 
     def again(
@@ -178,7 +181,7 @@ class Admission:
                 other = next(view for view in views if view.name == drop.backend)
                 assert other.forecast is not None
                 if other.forecast.cost + gate.ahead_seconds < chosen.forecast.cost:
-                    return None, Decision(None, None, (drop,)), views
+                    return None, _held(views, decision), views
         return self._go(now, one.id, facts, views, decision), decision, views
 
     def _slowest(self, facts: RequestFacts) -> float:
@@ -196,6 +199,16 @@ class Admission:
         if talks.tokens.get(name, 0.0) + talks.expected(facts.prompt.tokens) > budget:
             return True
         return state.busy(now) > params.busy_share
+
+    def _is_crowded(self, now: float, one: Waiting, views: tuple[BackendView, ...]) -> bool:
+        """A new conversation, and one too many on every backend of its tier's quality."""
+        facts, states = one.facts, self._fleet.states
+        if one.running or self._fleet.talks.key(facts) is None:
+            return False
+        mine = [
+            view for view in views if not view.remote and quality(facts, view, self._params.router) is None
+        ]
+        return all(self._crowded(now, states[view.name], facts) for view in mine)
 
     def _go(
         self,
@@ -221,10 +234,12 @@ class Admission:
         if line is None:
             line = self._lines[key] = Line(self._weights)
         wait = self._drain(now, one, line, views)
+        if self._is_crowded(now, one, views):
+            one.reason = ShedReason.WORKING_SET
         if len(line) >= gate.queue:
             return self._refuse(now, one, ShedReason.QUEUE_FULL, decision, wait)
         if now + wait > (one.until if one.running else one.due):
-            return self._refuse(now, one, ShedReason.TOO_LATE, decision, wait)
+            return self._refuse(now, one, one.reason, decision, wait)
         line.add(one)
         self._waiting[one.id] = one
         heappush(self._untils, (min(one.due, one.until), one.id))
@@ -342,7 +357,7 @@ class Admission:
                 continue
             self._remove(one, served=False)
             views = self._fleet.views(now, one.facts, one.names)
-            decision = Decision(None, None)
+            decision = _held(views, self._router.choose(one.facts, views, self._rng, pinned=one.pinned))
             line = self._lines[_line(one.facts)]
             out.append(
                 (
@@ -370,6 +385,13 @@ class Admission:
                     return verdict
         after = 0 if reason is ShedReason.NO_BACKEND else min(60, max(1, ceil(wait)))
         return Shed(reason, after, decision)
+
+
+def _held(views: tuple[BackendView, ...], decision: Decision) -> Decision:
+    """The same with nobody chosen: those that might serve it do not now."""
+    dropped = {drop.backend for drop in decision.drops}
+    held = [Drop(view.name, DropReason.HELD) for view in views if view.name not in dropped]
+    return Decision(None, None, (*decision.drops, *held))
 
 
 def _line(facts: RequestFacts) -> tuple[str, int]:

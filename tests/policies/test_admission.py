@@ -282,6 +282,26 @@ def test_retry_after_is_whole_seconds_between_one_and_sixty_and_grows_with_the_l
     assert max(shed.retry_after for shed in deep.shed.values()) > max(after[:50])
 
 
+def test_a_new_conversation_that_found_no_memory_is_told_that() -> None:
+    site = Site(fast(kv_tokens=100_000))
+    for id in range(6):
+        site.offer(id, replace(turn(f"c{id}", 30_000), tier=ANY))
+        site.until(site.now + 4.0)
+    late = replace(turn("late", 30_000), tier=ANY, deadline=site.now + 5.0)
+    verdict = site.offer(50, late)
+    assert isinstance(verdict, Shed)
+    assert verdict.reason is ShedReason.WORKING_SET
+
+
+def test_who_is_turned_away_is_told_each_backends_reason() -> None:
+    site = Site()
+    flood(site, 900, 0.02, short(EXACT))
+    for shed in site.shed.values():
+        assert shed.decision.backend is None
+        reasons_of = {drop.backend: drop.reason for drop in shed.decision.drops}
+        assert reasons_of == {"fp8": DropReason.TIER, "bf16": DropReason.HELD}
+
+
 def test_a_full_line_says_so() -> None:
     site = Site(exact(), params=PolicyParams(gate=AdmissionParams(queue=3, wait_seconds=1e6)))
     for id in range(30):
