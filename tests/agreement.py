@@ -2,8 +2,9 @@
 
     python -m tests.agreement chat --rate 7.5 --requests 1000
 
-Live: the gateway itself and two `tierline sim` servers, over sockets, in one process; all of them on one clock that may run
-faster or slower than the world's (`--scale`; below 1 a busy machine disturbs less). Simulated: the same conversations in
+Live: the gateway itself and two `tierline sim` servers, over sockets, in one process, all of them on one clock. With
+`--scale` that is the world's, faster or slower; it wants a machine with little else to do. Without, time moves only when
+everybody waits: whatever the machine does beside, and as fast as it can. Simulated: the same conversations in
 `policies.simulation`. Prints both distributions and how far they are apart.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import heapq
 import json
+import selectors
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +34,7 @@ from proxy.app import App
 from proxy.clock import Timer
 from proxy.config import loads
 from proxy.sim.server import Options, Simulator
+from tests.fake_clock import FakeClock
 
 FLEET = {"fp8": "fp8-mtp3-tp2-v17", "bf16": "bf16-dflash8-tp2-v17"}
 BYTES = 4
@@ -94,6 +98,47 @@ class ScaledClock:
         await asyncio.sleep(seconds / self._scale)
 
 
+class Counting(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+    """Counts what it found."""
+
+    found = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+        self.found += len(events)
+        return events
+
+
+QUIET = 12
+"""Turns of the loop in which nothing happened: what was written is read by then."""
+
+
+class IdleClock(FakeClock):
+    """Moves to the next timer whenever nothing is left to do: no callback, no byte on the way."""
+
+    def __init__(self, selector: Counting) -> None:
+        super().__init__()
+        self._selector = selector
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready = loop._ready  # type: ignore[attr-defined]
+        quiet = 0
+        while True:
+            before = self._selector.found
+            await asyncio.sleep(0)
+            quiet = 0 if self._selector.found != before or ready else quiet + 1
+            if quiet >= QUIET:
+                quiet = 0
+                while self._timers and self._timers[0][2].callback is None:
+                    heapq.heappop(self._timers)
+                if self._timers:
+                    self.advance(max(0.0, self._timers[0][0] - self.time))
+
+
+AnyClock = ScaledClock | IdleClock
+
+
 @dataclass
 class Live:
     """What clients saw: (when the turn arrived, seconds to its first token), in scaled time."""
@@ -125,7 +170,7 @@ def prompt_of(turn: Turn, name: str) -> str:
 async def converse(
     app: App,
     session: aiohttp.ClientSession,
-    clock: ScaledClock,
+    clock: AnyClock,
     one: Conversation,
     number: int,
     found: Live,
@@ -171,8 +216,7 @@ async def converse(
         ended = clock.now()
 
 
-async def run_live(traffic: Traffic, scale: float, records: Path | None) -> Live:
-    clock = ScaledClock(scale)
+async def run_live(traffic: Traffic, clock: AnyClock, records: Path | None) -> Live:
     # The servers' own clock is the scaled one, too: their engines need not know.
     servers = {
         name: Simulator(
@@ -194,7 +238,7 @@ async def run_live(traffic: Traffic, scale: float, records: Path | None) -> Live
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        shift = clock.now() - 1000.0 + 3.0 * scale  # the first polls are over
+        shift = clock.now() - 1000.0 + 3.0  # the first polls are over
         tasks = [
             asyncio.ensure_future(
                 converse(
@@ -238,6 +282,28 @@ def traffic_of(shape: str, rate: float, requests: int, warm_up: float, seed: int
     return replace(drawn, conversations=tuple(conversations))
 
 
+def measure(traffic: Traffic, scale: float | None, records: Path | None) -> Live:
+    if scale is not None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+            async def on_the_worlds() -> Live:
+                return await run_live(traffic, ScaledClock(scale), records)
+
+            return runner.run(on_the_worlds())
+    selector = Counting()
+
+    async def on_its_own() -> Live:
+        clock = IdleClock(selector)
+        mover = asyncio.ensure_future(clock.run())
+        try:
+            return await run_live(traffic, clock, records)
+        finally:
+            mover.cancel()
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        return runner.run(on_its_own())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -254,10 +320,11 @@ def main() -> None:
     options = parser.parse_args()
     traffic = traffic_of(options.shape, options.rate, options.requests, options.warm_up, options.seed)
     simulated = [
-        s.ttft for s in run_simulated(traffic) if s.ttft is not None and s.arrived >= traffic.warm_up
+        s.ttft
+        for s in run_simulated(traffic)
+        if s.ttft is not None and traffic.warm_up <= s.arrived < traffic.seconds
     ]
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        found = runner.run(run_live(traffic, options.scale, options.records))
+    found = measure(traffic, options.scale, options.records)
     measured = [ttft for at, ttft in found.ttft if traffic.warm_up <= at < traffic.seconds]
     worst = 0.0
     print(
