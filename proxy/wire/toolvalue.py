@@ -60,6 +60,9 @@ class ValueEnd:
         "_functions",
         "_inline",
         "_inner",
+        "_inner_lines",
+        "_openers",
+        "_own_line",
         "_passed",
         "_quoted",
         "_spec",
@@ -82,7 +85,10 @@ class ValueEnd:
         self._functions = self._wrappers = 0  # quoted openers inside the value, not closed yet
         self._quoted = False  # a parameter of the quoted call is open
         self._inner = 0  # parameter tags inside the value that are its text and were not closed yet
+        self._inner_lines = 0  # those of them that began a line
         self._inline = 0  # `<tool_call>` inside a line of the value, not closed yet
+        self._openers = 0  # `<function=` inside a line of the value, not closed yet
+        self._own_line = False  # it began on a line of its own, its closer will stand on one
         self._passed = 0  # closers to come that are the value's text
 
     def _judge(self, buffer: str, tag: int, line: bool, end: End) -> int:
@@ -106,7 +112,9 @@ class ValueEnd:
         if buffer.startswith(("<parameter=", "<parameter ", "<parameter>"), tag):
             self._quoted = self._quoted or (self._functions > 0 and line)
             verdict = self._judge_parameter(buffer, tag, end) if line and not self._functions else TEXT
-            self._inner += verdict == TEXT and not (line and self._functions)
+            if verdict == TEXT and not (line and self._functions):
+                self._inner += 1
+                self._inner_lines += line
             return verdict
         if buffer.startswith("<tool_call>", tag):
             self._wrappers += line
@@ -114,6 +122,7 @@ class ValueEnd:
             return TEXT
         if buffer.startswith(("<function=", "<function name="), tag):
             self._functions += line
+            self._openers += not line
             return TEXT
         token = END_TOKEN.match(buffer, tag)
         if token:
@@ -134,7 +143,7 @@ class ValueEnd:
             verdict = self._judge_quoted_end(buffer, at, end)
             self._quoted = verdict != TEXT
             return verdict
-        if self._inner:
+        if self._inner_lines if line else self._inner:
             return self._judge_inner_end(buffer, tag, line, end)
         rest = buffer[at : at + LOOKAHEAD]
         if not rest or at - tag > LOOKAHEAD:
@@ -150,8 +159,8 @@ class ValueEnd:
 
     def _judge_inner_end(self, buffer: str, tag: int, line: bool, end: End) -> int:
         """Where the value holds a parameter's tag a closer may be that one's: it is when the closers of something
-        quoted, or more of the text, come before the call goes on or ends. On lines of their own the closers are the
-        call's, whatever is said behind it."""
+        quoted, or more of the text, come before the call goes on or ends. On lines of their own the function's closer
+        and the words behind it are the call's, unless a function was opened inside a line."""
         walked: list[str] = []
         at = tag
         while closer := ANY_CLOSER.match(buffer, at):
@@ -163,8 +172,11 @@ class ValueEnd:
             walked.append(name)
             at = BLANK.match(buffer, closer.end()).end()  # type: ignore[union-attr]
         rest = buffer[at : at + LOOKAHEAD]
-        if END_TOKEN.match(rest) or self._next_call(rest):
+        if END_TOKEN.match(rest):
             return CLOSE
+        if self._next_call(rest):
+            own = (line and not self._openers) or not self._own_line
+            return CLOSE if own else self._pass_over(walked)
         if rest.startswith(("<parameter=", "<parameter ")):
             own = self._attributes if rest.startswith("<parameter ") else buffer[at - 1] == "\n"
             verdict = CLOSE if own else self._judge_parameter(buffer, at, end)
@@ -172,12 +184,17 @@ class ValueEnd:
         waits = not rest or begins_tag(rest, (*FOLLOWERS, "</parameter>", "<tool_call>", "<function="))
         if end is End.MORE and (waits or NEXT_CALL_START.match(rest)):
             return WAIT
-        return CLOSE if waits or (line and "</function>" in walked) else self._pass_over(walked)
+        own = line and "</function>" in walked and not self._openers
+        return CLOSE if waits or own else self._pass_over(walked)
 
     def _pass_over(self, closers: list[str]) -> int:
         """The first of these closers, and all of them, are the value's text."""
         self._inner -= 1
-        self._functions -= "</function>" in closers and self._functions > 0
+        self._inner_lines = min(self._inner_lines, self._inner)
+        if "</function>" in closers and self._functions:
+            self._functions -= 1
+        elif "</function>" in closers and self._openers:
+            self._openers -= 1
         if "</tool_call>" in closers and self._inline:
             self._inline -= 1
         elif "</tool_call>" in closers:

@@ -205,7 +205,8 @@ class XmlCall(ValueEnd):
         if self._first and index < len(buffer):
             self._first = False
             self.prev = "\n"
-            if buffer[index] == "\n":
+            self._own_line = buffer[index] == "\n"
+            if self._own_line:
                 return index + 1
         start = index
         while True:

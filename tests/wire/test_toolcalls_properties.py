@@ -30,7 +30,12 @@ FRAGMENTS = (
     "<parameter=song>",
     "<parameter=volume>",
     "<parameter=x",
+    "<parameter>",
+    '<parameter name="song">',
     "</parameter>",
+    "\n</parameter>\n</function>\n</tool_call>\n",
+    "</parameters>",
+    "</invoke>",
     "<think>",
     "</think>",
     "<|im_end|>",
@@ -308,3 +313,43 @@ def test_ids_come_from_the_caller_and_are_never_used_twice():
     engine.content("<tool_call>\n<function=play>\n</function>\n</tool_call>\n" * 3)
     engine.finish("stop")
     assert [call.id for call in engine.calls] == ["id0", "id1", "id2"]
+
+
+CALL = "<tool_call>\n<function=play>\n<parameter=song>\n{}\n</parameter>\n</function>\n</tool_call>"
+QUOTED = (
+    "plain text\n",
+    "<p>a</p>\n",
+    "if a < b:\n",
+    "the <tool_call> tag\n",
+    "the </parameter> tag\n",
+    "a <parameter=x> tag\n",
+    "a </function> tag\n",
+    "<parameter>\n",
+    CALL.format("B") + "\n",
+    CALL.format("B").replace("\n", "") + "\n",
+    "see " + CALL.format("B").replace("\n", "") + " here\n",
+    "see <function=play><parameter=song>B</parameter></function> here\n",
+    "<function=play><parameter=song>B</parameter></function>\n",
+    "<function=play>\n<parameter=song>\nB\n</parameter>\n</function>\n",
+    '<function name="x">\n<parameter name="y">\n1\n</parameter>\n</function>\n',
+    '<invoke name="x">\n<parameter name="y">1</parameter>\n</invoke>\n',
+    "<parameters>\n  <parameter>a</parameter>\n</parameters>\n",
+    '<tool_call>\n{"name": "play", "arguments": {}}\n</tool_call>\n',
+)
+
+
+@settings(SETTINGS, max_examples=4 * EXAMPLES)
+@given(
+    parts=st.lists(st.sampled_from(QUOTED), min_size=1, max_size=3),
+    bare=st.booleans(),
+    behind=st.sampled_from(["", "\nDone.", "\n" + CALL.format("C")]),
+)
+def test_what_a_value_quotes_or_mentions_of_calls_stays_in_it(parts, bare, behind):
+    value = "".join(parts)
+    value = value.rstrip("\n") if bare else value
+    numbers = itertools.count()
+    made = ToolEngine(Toolset(TOOLS), ToolChoice(), lambda: f"c{next(numbers)}")
+    made.content(CALL.format("{}").replace("{}", value) + behind)
+    made.finish("stop")
+    songs = [json.loads(call.arguments) for call in made.calls]
+    assert songs == [{"song": value}, *([{"song": "C"}] if "C" in behind else [])]
