@@ -355,10 +355,15 @@ class Classifier:
         return estimate, mix, near
 
     def _near(self, estimate: ContextEstimate, spread: float, names: tuple[str, ...]) -> str | None:
-        """A backend whose window decides, and the estimate cannot tell on which side the prompt is."""
+        """A backend whose window decides, and the estimate cannot tell on which side the prompt is.
+
+        Where all windows are the same there is nothing to decide: the backend judges, in its own words.
+        """
+        windows = {name: self._pool.backends[name].window_tokens for name in names}
+        if len(set(windows.values())) < 2:
+            return None
         margin = min(NEAR * spread, 0.5) * estimate.tokens
-        for name in names:
-            window = self._pool.backends[name].window_tokens
+        for name, window in windows.items():
             if window is not None and abs(estimate.tokens - window) <= margin and estimate.low <= window:
                 return name
         return None

@@ -66,44 +66,62 @@ async def test_calibration_can_be_switched_off(make_gateway: MakeGateway, backen
     assert all(record.prompt_tokens_error is None for record, _ in gateway.records.closed)
 
 
+WINDOWS = {"a": "limits.window_tokens = 1000", "b": "limits.window_tokens = 9000"}
+
+
 @pytest.mark.parametrize(
     ("words", "asked"),
     [(30, False), (480, True), (500, True), (520, True)],
     ids=["far", "below", "at", "above"],
 )
 async def test_the_tokenizer_is_asked_only_near_a_limit(
-    make_gateway: MakeGateway, backend: ScriptedBackend, words: int, asked: bool
+    make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend, words: int, asked: bool
 ) -> None:
-    """The window is 1000 tokens: five hundred words."""
-    gateway = await make_gateway(backend, config=QUIET, per_backend={"a": "limits.window_tokens = 1000"})
+    """One window is 1000 tokens, five hundred words; the other one is larger."""
+    gateway = await make_gateway(backend, other, config=QUIET, per_backend=WINDOWS)
+    gateway.app.pool.set_draining("b", True)
     await taught(gateway, backend, 30)
+    gateway.app.pool.set_draining("b", False)
     before, seen = gateway.app.gateway.tokenizer.asked, len(backend.requests)
     if asked:
         backend.answer(json_answer({"count": words * 2, "max_model_len": 1000, "tokens": []}))
-    backend.answer(answer(words * 2))
+    for served in (backend, other):
+        served.answer(answer(words * 2))
     response = await gateway.chat(text(99, words))
+    assert response.status == 200
     assert gateway.app.gateway.tokenizer.asked - before == asked
-    if asked:
-        assert backend.requests[seen].path == "/tokenize"
-        assert backend.requests[seen].json["messages"][0]["content"] == text(99, words)
-    record = gateway.records.closed[-1][0]
     if not asked:
-        assert response.status == 200
         return
+    assert backend.requests[seen].path == "/tokenize"
+    assert backend.requests[seen].json["messages"][0]["content"] == text(99, words)
+    record = gateway.records.closed[-1][0]
     assert record.prompt_tokens_estimate == record.prompt_tokens_low == words * 2
     if words > 500:
-        assert (response.status, response.json["error"]["code"]) == (400, "context_length_exceeded")
-    else:
-        assert response.status == 200
+        assert record.backend == "b"
+
+
+async def test_where_all_windows_are_the_same_the_backend_judges(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    gateway = await make_gateway(backend, config=QUIET, per_backend={"a": WINDOWS["a"]})
+    await taught(gateway, backend, 30)
+    words = "This model's maximum context length is 1000 tokens. However, your request has 1020 input tokens."
+    theirs = {"error": {"message": words, "type": "BadRequestError", "param": None, "code": 400}}
+    backend.answer(json_answer(theirs, 400))
+    response = await gateway.chat(text(99, 510))
+    assert (response.status, response.json["error"]["code"]) == (400, "context_length_exceeded")
+    assert response.json["error"]["message"] == words
+    assert gateway.app.gateway.tokenizer.asked == 0
 
 
 @pytest.mark.parametrize(
     "page", [json_answer({"tokens": [1]}), json_answer([]), json_answer({"count": "x"}), json_answer({}, 404)]
 )
 async def test_a_tokenizer_that_says_nothing_is_left_alone(
-    make_gateway: MakeGateway, backend: ScriptedBackend, page: list[object]
+    make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend, page: list[object]
 ) -> None:
-    gateway = await make_gateway(backend, config=QUIET, per_backend={"a": "limits.window_tokens = 1000"})
+    gateway = await make_gateway(backend, other, config=QUIET, per_backend=WINDOWS)
+    gateway.app.pool.set_draining("b", True)
     await taught(gateway, backend, 30)
     before = gateway.app.gateway.tokenizer.asked
     backend.answer(page, *[answer(960)] * 3)
