@@ -44,11 +44,13 @@ class Judged:
 
 def usable(case: Case) -> bool:
     """The model's text alone decides: no thinking, nothing that a server parsed, no demand for a call."""
+    if any(delta.get("tool_calls") or delta.get("function_call") for delta in case["chunks"]):
+        return False
     message = as_message(case)
     text = message.get("content") or ""
     thinks = message.get("reasoning") or message.get("reasoning_content") or "think>" in text
     free = case["tools"] and case["tool_choice"] in (None, "auto")
-    return bool(free and text and not thinks and not message.get("tool_calls") and _encodes(text))
+    return bool(free and text and not thinks and _encodes(text))
 
 
 def _encodes(text: str) -> bool:
