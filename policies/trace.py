@@ -7,9 +7,10 @@ trace holds: the same facts, views and seed give the same decision in any proces
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 
+from policies.frozen import frozen
 from policies.params import RouterParams
 from policies.ranking import Ranking
 from policies.router import Router
@@ -18,7 +19,7 @@ from policies.types import BackendView, Decision, RequestFacts, Tier
 _NONE: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Trace:
     """seed: None where the decision drew from a shared source. unit: of the scores."""
 

@@ -37,6 +37,7 @@ from proxy.pool import Backend, BackendSpec, Pool
 from proxy.record import FileWriter, Recorder, Write, write_stdout
 from proxy.reload import Reloader
 from proxy.tokenizer import Tokenizer
+from proxy.toolcheck import warm
 from proxy.upstream import ConnectionPool
 
 log = logging.getLogger("tierline")
@@ -257,6 +258,7 @@ async def _serve(config: Config) -> int:
         loop.add_signal_handler(sign, stop.set)
     loop.add_signal_handler(signal.SIGHUP, app.reloader.reload, "SIGHUP")
     await app.start()
+    await asyncio.to_thread(warm)
     # What start-up made lives as long as the process: the collector need not look at it again.
     gc.collect()
     gc.freeze()

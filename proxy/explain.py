@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from policies.frozen import frozen
 from policies.trace import Trace
 from policies.types import BackendView
 
-KEPT = 2000
+KEPT = 256
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Story:
     """What became of one request, attempt by attempt. policy: its digest. waited: seconds in the queue."""
 

@@ -1,6 +1,7 @@
 """Do finished tool calls fit their schemas? A maintained validator judges; nothing is changed and nobody waits for it.
 
-Rules: imported when the first call is to be judged, since most gateways in most seconds have none. A schema that is
+Rules: the validator is loaded beside the first requests (`warm`): a quarter of a second on the loop would stop every
+stream. A schema that is
 itself broken judges nothing. `$ref` reaches into the tool's own schema only: no document is ever fetched.
 Whoever writes the schema must not stop the gateway with it: steps are counted, and what would take too many, or has
 regular expressions, ids or dialects of its own, is not judged (a `pattern` alone is passed over).
@@ -34,6 +35,11 @@ class _Unjudged(Exception):
 def violations(tools: Toolset, calls: Iterable[FinishedCall]) -> int:
     """How many complete calls break their tool's schema."""
     return sum(call.complete and not _fits(tools, call) for call in calls)
+
+
+def warm() -> None:
+    """Load the validator; for a thread."""
+    _judge()
 
 
 def _fits(tools: Toolset, call: FinishedCall) -> bool:
