@@ -22,7 +22,8 @@ from proxy.simulate.table import plain, seconds
 
 PROFILES = {"fp8": "fp8-mtp3-tp2-v17", "bf16": "bf16-dflash8-tp2-v17"}
 SECONDS = {"chat": 300.0, "burst": 300.0, "agents": 7200.0, "documents": 14400.0, "mixed": 2400.0}
-"""Counted, of one backend of each kind; a share of it with more, at least 120. Of a trace: 1800."""
+SECONDS["azure_conv_2023"] = 1800.0
+"""Counted, of one backend of each kind; a share of it with more, at least 120. Of another trace: 1800."""
 UP_TO_CAPACITY, BEYOND = (0.5, 0.8, 1.0), (1.6, 2.5)
 FAULTS = (
     (FaultKind.DOWN, "fp8", 0.0),
