@@ -24,6 +24,10 @@ from proxy.clock import Clock, Timer
 _NONE: frozenset[str] = frozenset()
 
 
+SOONEST = 0.001
+"""Seconds until the next look at those who wait, at least."""
+
+
 class Pass:
     """A request that has been let in: what was decided, and the duty to say how it ended.
 
@@ -185,7 +189,11 @@ class Gate:
         if self._timer is not None:
             self._timer.cancel()
         self._timer_at = at
-        self._timer = self._clock.call_at(at, self._fire) if at is not None else None
+        if at is not None:
+            # Never at once: whatever admission expects, a wait must not turn into a spin.
+            self._timer = self._clock.call_at(max(at, self._clock.now() + SOONEST), self._fire)
+        else:
+            self._timer = None
 
     def _fire(self) -> None:
         self._timer = self._timer_at = None

@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 
 import pytest
 
+from policies import Verdict
 from proxy.errors import Outcome
 from tests.client import Response
 from tests.fake_clock import FakeClock
@@ -206,6 +207,31 @@ async def test_our_headers_stay_here(gateway: Gateway, backend: ScriptedBackend)
     headers = {"x-tierline-deadline": "30", "x-tierline-priority": "-1", "x-tierline-admin-key": "secret"}
     assert (await gateway.chat(headers=headers)).status == 200
     assert not any(name.lower().startswith("x-tierline") for name, _ in backend.requests[0].headers)
+
+
+async def test_a_wait_that_seems_over_and_is_not_does_not_spin(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    clock = FakeClock()
+    gateway = await make_gateway(backend, per_backend={"a": ONE}, config=QUIET, clock=clock)
+    running = await busy(gateway, backend)
+    queued = await in_line(gateway, gateway.chat("queued"))
+    looks = 0
+    admission = gateway.app.gate._admission
+    advance = admission.advance
+
+    def count(now: float) -> list[tuple[int, Verdict]]:
+        nonlocal looks
+        looks += 1
+        return advance(now)
+
+    admission.advance = count  # type: ignore[method-assign]
+    admission.next_event_at = lambda: clock.now() - 1.0  # type: ignore[method-assign]
+    gateway.app.gate.pump()
+    clock.advance(0.1)
+    assert 50 < looks < 150
+    backend.release()
+    assert ((await running).status, (await queued).status) == (200, 200)
 
 
 # -- the gateway stops ----------------------------------------------------------------------------------------
