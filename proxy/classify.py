@@ -7,7 +7,6 @@ judged here that the gateway does not use: the backend knows its own rules.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +34,7 @@ from proxy.wire.mix import count_mix
 from proxy.wire.multipart import Form, read_form
 from proxy.wire.prefix import LINK_BYTES, NO_PREFIX, read_prefix
 from proxy.wire.request import RequestBody, read_request
-from proxy.wire.splice import Edit, apply, default, override
+from proxy.wire.splice import Edit, apply, default, leaves, override
 from proxy.wire.toolrender import ToolFormat
 
 DEADLINE_HEADER = "x-tierline-deadline"
@@ -436,18 +435,8 @@ def _route_edits(route: ModelRoute) -> tuple[Edit, ...]:
     return tuple(
         make(path, value)
         for make, table in ((default, route.defaults), (override, route.overrides))
-        for path, value in _leaves(table)
+        for path, value in leaves(table)
     )
-
-
-def _leaves(table: Mapping[str, object]) -> list[tuple[tuple[str, ...], object]]:
-    out: list[tuple[tuple[str, ...], object]] = []
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            out += [((key, *path), leaf) for path, leaf in _leaves(value)]
-        else:
-            out.append(((key,), value))
-    return out
 
 
 def bad_field(error: BodyError) -> ProxyError:

@@ -12,7 +12,7 @@ Rules
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.wire.body import BodyError, Place, Scan, scan_object
@@ -41,6 +41,17 @@ def default(path: str | Sequence[str], value: object) -> Edit:
 def remove(path: str | Sequence[str]) -> Edit:
     """Take the member at `path` out, if it is there."""
     return Edit(_keys(path), None)
+
+
+def leaves(table: Mapping[str, object]) -> list[tuple[tuple[str, ...], object]]:
+    """(path, value) of everything in a table of tables that is none itself."""
+    out: list[tuple[tuple[str, ...], object]] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            out += [((key, *path), leaf) for path, leaf in leaves(value)]
+        else:
+            out.append(((key,), value))
+    return out
 
 
 def apply(scan: Scan, edits: Iterable[Edit]) -> bytes:
