@@ -26,7 +26,16 @@ Cell = tuple[int, int, float]
 class Surface:
     """`cells`: (concurrency, context, cost > 0). `by_rate`: blend rows linearly in 1/cost instead of cost."""
 
-    __slots__ = ("_by_rate", "_exponents", "_logs", "_memo", "_rows", "concurrencies", "contexts", "last_measured")
+    __slots__ = (
+        "_by_rate",
+        "_exponents",
+        "_logs",
+        "_memo",
+        "_rows",
+        "concurrencies",
+        "contexts",
+        "last_measured",
+    )
 
     def __init__(self, cells: Iterable[Cell], *, by_rate: bool = False) -> None:
         known = {(c, x): cost for c, x, cost in cells}
