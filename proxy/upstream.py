@@ -358,7 +358,7 @@ class ConnectionPool:
     def _retire(self) -> None:
         self._sweep = None
         now = self._clock.now()
-        while self._idle and self._idle[0].idle_since <= now - self._idle_seconds:
+        while self._idle and self._idle[0].idle_since + self._idle_seconds <= now:  # as the timer counts
             self._idle.popleft().abort()
         if self._idle:
             self._sweep = self._clock.call_at(self._idle[0].idle_since + self._idle_seconds, self._retire)
