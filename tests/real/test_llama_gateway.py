@@ -57,7 +57,9 @@ def tiers(servers: dict[str, LlamaServer]) -> Iterator[GatewayProcess]:
 @pytest.fixture(scope="module")
 def twins(servers: dict[str, LlamaServer]) -> Iterator[GatewayProcess]:
     """Two backends that are alike to the router."""
-    with GatewayProcess(servers, config=f"{LEAST_LOAD}[policy.router]\nwindow_penalty = 0.0\n{GENEROUS}") as gateway:
+    with GatewayProcess(
+        servers, config=f"{LEAST_LOAD}[policy.router]\nwindow_penalty = 0.0\n{GENEROUS}"
+    ) as gateway:
         yield gateway
         assert gateway.running() == 0
 
