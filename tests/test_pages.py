@@ -55,11 +55,11 @@ def test_the_commands_in_the_pages_are_commands(
     for command in commands(page.read_text("utf-8")):
         try:
             parse(shlex.split(command, comments=True)[1:])
-        except click.MissingParameter as error:
-            # A command may be named alone; one with options is to be typed.
-            assert isinstance(error.param, click.Argument), command
-            assert " -" not in command, command
         except click.ClickException as error:
+            # A command may be named alone; one with options is to be typed.
+            missing = isinstance(error, click.MissingParameter) and isinstance(error.param, click.Argument)
+            if missing and " -" not in command:
+                continue
             pytest.fail(f"{page.name}: {command}: {error.format_message()}")
 
 
