@@ -295,10 +295,13 @@ def measure(traffic: Traffic, scale: float | None, records: Path | None) -> Live
     async def on_its_own() -> Live:
         clock = IdleClock(selector)
         mover = asyncio.ensure_future(clock.run())
-        try:
-            return await run_live(traffic, clock, records)
-        finally:
-            mover.cancel()
+        live = asyncio.ensure_future(run_live(traffic, clock, records))
+        await asyncio.wait([mover, live], return_when=asyncio.FIRST_COMPLETED)
+        if mover.done():  # a timer's callback failed
+            live.cancel()
+            mover.result()
+        mover.cancel()
+        return live.result()
 
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
         return runner.run(on_its_own())
