@@ -23,13 +23,13 @@ from proxy.attempt import FAILURES, Fault, FaultKind, Plan, Reply
 from proxy.attempt import Result as Attempt
 from proxy.classify import Classified
 from proxy.decisions import write
-from proxy.endpoints import Endpoint, api_of, find, meant
+from proxy.endpoints import Endpoint, api_of
 from proxy.errors import Outcome, ProxyError
 from proxy.explain import Story, attempt
 from proxy.front import Answer
 from proxy.gate import Pass, Refused
 from proxy.headers import error_headers, origin_form, request_head, request_id, response_headers
-from proxy.intake import read_body
+from proxy.intake import find_endpoint, known_tenant, read_body
 from proxy.pool import Backend
 from proxy.record import Record
 from proxy.refusals import failure_of, fault_error, reply_error, turned_away, unreachable
@@ -46,9 +46,6 @@ from proxy.wire.toolstream import ToolChatStream
 
 if TYPE_CHECKING:
     from proxy.handler import Gateway
-
-ADMIN = "admin"
-"""Tenant of a request that came with the admin key alone."""
 
 MAX_EXPLANATION = 7000
 """Bytes; clients take headers of 8 KiB."""
@@ -125,32 +122,12 @@ class Exchange:
 
     def authorize(self) -> None:
         gateway = self._gateway
-        if not gateway.keys or self.path in gateway.public_paths:
-            return
-        tenant = gateway.keys.identify(self._request.headers)
-        if tenant is None and self._explains:
-            tenant = ADMIN
-        if tenant is None:
-            message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
-            headers = (("www-authenticate", "Bearer"),)
-            raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key", headers=headers)
-        self.record.tenant = tenant
+        if gateway.keys and self.path not in gateway.public_paths:
+            tenant = gateway.keys.identify(self._request.headers)
+            self.record.tenant = known_tenant(tenant, admin=self._explains)
 
     def find_endpoint(self) -> Endpoint:
-        method = self._request.method
-        found = find(self.path)
-        if found is None:
-            hint = meant(self.path)
-            message = f"Unknown path: {method} {self.path[:200]}" + (
-                f". Did you mean {hint}?" if hint else ""
-            )
-            raise ProxyError(Outcome.BAD_REQUEST, 404, message, code="unknown_url")
-        endpoint, methods = found
-        if method not in methods:
-            message = f"{self.path} takes {' or '.join(methods)}, not {method}."
-            headers = (("allow", ", ".join(methods)),)
-            raise ProxyError(Outcome.BAD_REQUEST, 405, message, code="method_not_allowed", headers=headers)
-        return endpoint
+        return find_endpoint(self._request.method, self.path)
 
     async def read_body(self) -> bytes:
         gateway = self._gateway

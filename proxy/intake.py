@@ -1,4 +1,5 @@
-"""Reading a request's body: as much as is allowed, in time, unpacked.
+"""What a request must be before anything is decided about it: from somebody known, for a path that there is, with a body
+that can be read: as much as is allowed, in time, unpacked.
 
 Rules: whatever is wrong with it is a `ProxyError` that says what to change.
 """
@@ -8,12 +9,42 @@ from __future__ import annotations
 from aiohttp import web
 
 from proxy.clock import Clock
+from proxy.endpoints import Endpoint, find, meant
 from proxy.errors import Outcome, ProxyError
 from proxy.front import Answer, send_continue
 from proxy.record import Record
 
 # What aiohttp unpacks while it reads; anything else would go on as it is, under a header that is gone.
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+
+
+ADMIN = "admin"
+"""Tenant of a request that came with the admin key alone."""
+
+
+def known_tenant(tenant: str | None, *, admin: bool) -> str:
+    """Whose key it is. admin: the admin key came with it, which is enough."""
+    if tenant is None and admin:
+        return ADMIN
+    if tenant is None:
+        message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
+        headers = (("www-authenticate", "Bearer"),)
+        raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key", headers=headers)
+    return tenant
+
+
+def find_endpoint(method: str, path: str) -> Endpoint:
+    found = find(path)
+    if found is None:
+        hint = meant(path)
+        message = f"Unknown path: {method} {path[:200]}" + (f". Did you mean {hint}?" if hint else "")
+        raise ProxyError(Outcome.BAD_REQUEST, 404, message, code="unknown_url")
+    endpoint, methods = found
+    if method not in methods:
+        message = f"{path} takes {' or '.join(methods)}, not {method}."
+        headers = (("allow", ", ".join(methods)),)
+        raise ProxyError(Outcome.BAD_REQUEST, 405, message, code="method_not_allowed", headers=headers)
+    return endpoint
 
 
 async def read_body(
