@@ -1,0 +1,174 @@
+"""What is kept of a streamed answer so that another backend can go on with it: its tokens, and what the client has of it.
+
+Rules
+1. Ids are asked for by the gateway alone, so they are taken out before anybody else reads the event: where the list stood
+   stands `null`, as a backend writes it that was not asked.
+2. What the client has is read from the very bytes that went to it, and only when it is needed: until then the bytes are
+   kept, and read in batches so that a long answer does not cost its weight in JSON.
+3. An answer whose ids have a hole, or that came without its prompt's, is not continued.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from proxy.wire.sse import Splitter, fields
+from proxy.wire.streams import choice_index
+
+MAX_KEPT = 64 * 1024
+"""Bytes of events that wait to be read."""
+
+# Inside a string a quote is escaped: behind `{` or `,` it opens a key.
+_IDS = re.compile(rb'([{,]\s*"(prompt_token_ids|token_ids)"\s*:\s*)(\[[\d\s,]*\])')
+_FINISH = re.compile(rb'[{,]\s*"finish_reason"\s*:\s*"(\w+)"')
+_NO_CHOICE = re.compile(rb'[{,]\s*"choices"\s*:\s*\[\s*\]')
+_THOUGHTS = ("reasoning", "reasoning_content")
+_NOT_REPEATED = frozenset({"choices", "usage", "prompt_token_ids", "prompt_text"})
+
+
+@dataclass(slots=True)
+class SaidCall:
+    """A tool call as far as the client has it."""
+
+    name: str = ""
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.parts)
+
+
+class Said:
+    """What the client has. thoughts: the names its thinking came under. template: what every event repeats, its id among
+    it. usage: the client was told."""
+
+    __slots__ = ("_content", "_reasoning", "calls", "template", "thoughts", "usage")
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: dict[int, SaidCall] = {}
+        self.thoughts: tuple[str, ...] = ()
+        self.template: dict[str, Any] = {}
+        self.usage = False
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._reasoning)
+
+    def add(self, payload: dict[str, Any]) -> None:
+        """Take in one event of chat or completions. Raises TypeError or AttributeError for what is none."""
+        if not self.template:
+            self.template = {key: value for key, value in payload.items() if key not in _NOT_REPEATED}
+        self.usage = self.usage or bool(payload.get("usage"))
+        for choice in payload.get("choices") or ():
+            if text := choice.get("text"):
+                self._content.append(text)
+            if delta := choice.get("delta"):
+                self._delta(delta)
+
+    def _delta(self, delta: dict[str, Any]) -> None:
+        if text := delta.get("content"):
+            self._content.append(text)
+        thoughts = tuple(key for key in _THOUGHTS if delta.get(key))
+        if thoughts:
+            self.thoughts = thoughts
+            self._reasoning.append(delta[thoughts[0]])
+        for entry in delta.get("tool_calls") or ():
+            call = self.calls.setdefault(choice_index(entry), SaidCall())
+            function = entry.get("function") or {}
+            call.name = function.get("name") or call.name
+            if text := function.get("arguments"):
+                call.parts.append(text)
+
+
+class Transcript:
+    """One answer, over all its legs. `strip` each event as it comes, `sent` what went to the client."""
+
+    __slots__ = ("_kept", "_parts", "_said", "_size", "finish", "ids", "intact", "prompt_ids")
+
+    def __init__(self) -> None:
+        self.prompt_ids: list[int] | None = None
+        self.ids: list[int] = []
+        self.intact = True
+        """No event with text came without its ids, and none went out that cannot be read."""
+        self.finish: str | None = None
+        """The backend said that the answer is whole."""
+        self._parts: list[bytes] = []
+        self._kept = Splitter()
+        self._size = 0
+        self._said = Said()
+
+    @property
+    def usable(self) -> bool:
+        """Another backend could go on from here."""
+        return self.intact and bool(self.prompt_ids)
+
+    def strip(self, event: bytes) -> bytes:
+        """The event as it would have come had nobody asked for ids."""
+        taken = False
+
+        def take(match: re.Match[bytes]) -> bytes:
+            nonlocal taken
+            taken = True
+            ids = orjson.loads(match[3])
+            if match[2] == b"token_ids":
+                self.ids += ids
+            elif self.prompt_ids is None:
+                self.prompt_ids = ids
+            return match[1] + b"null"
+
+        stripped = _IDS.sub(take, event)
+        if (finish := _FINISH.search(stripped)) is not None:
+            self.finish = finish[1].decode()
+        elif not taken and b'"choices"' in event and not _NO_CHOICE.search(event):
+            self.intact = False
+        return stripped
+
+    def sent(self, data: bytes) -> None:
+        """`data` went to the client: any bytes of events, cut anywhere."""
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > MAX_KEPT:
+            self._read()
+
+    @property
+    def said(self) -> Said:
+        """What the client has of the answer; look at `intact` afterwards."""
+        self._read()
+        return self._said
+
+    def next_leg(self, ids: list[int]) -> None:
+        """Another backend goes on behind `ids`."""
+        self.ids = ids
+        self.finish = None
+
+    def _read(self) -> None:
+        data = b"".join(self._parts)
+        self._parts.clear()
+        self._size = 0
+        for event in self._kept.feed(data):
+            _, text = fields(event)
+            if text is None or not text.startswith(b"{"):
+                continue
+            try:
+                self._said.add(orjson.loads(text))
+            except (ValueError, TypeError, AttributeError):  # more than orjson reads, or a shape nobody knows
+                self.intact = False
+
+
+def torn(text: str) -> bool:
+    """A text that was decoded from ids ends inside a character."""
+    return text.endswith("\ufffd")
+
+
+MOST_TORN = 3
+"""Ids that the beginning of one character may take: it has four bytes at most, and one is missing."""
