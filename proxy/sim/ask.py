@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Json = dict[str, object]
@@ -59,6 +60,7 @@ class Ask:
     chat: bool
     prompt: bytes
     max_tokens: int | None
+    prompt_ids: tuple[int, ...] = ()  # where the prompt came as ids
     stream: bool = False
     usage: bool = False
     continuous: bool = False
@@ -96,8 +98,17 @@ def parse(raw: bytes, content_type: str) -> Json:
     return body
 
 
-def read(body: Json, model: str, *, chat: bool, thinking: bool, window: int, tool_parser: bool) -> Ask:
-    """Check in vLLM's order: types, model, options, template, lengths are left to `fit`."""
+def read(
+    body: Json,
+    model: str,
+    *,
+    chat: bool,
+    thinking: bool,
+    window: int,
+    tool_parser: bool,
+    decode: Callable[[list[int]], bytes],
+) -> Ask:
+    """Check in vLLM's order: types, model, options, template, lengths are left to `fit`. decode: of a prompt of ids."""
     _check_types(body, "messages" if chat else "prompt")
     check_model(body, model)
     stream, options = bool(body.get("stream")), body.get("stream_options")
@@ -108,9 +119,7 @@ def read(body: Json, model: str, *, chat: bool, thinking: bool, window: int, too
     if isinstance(temperature, int | float) and temperature < 0:
         value = float(temperature)
         raise refuse(f"temperature must be non-negative, got {value}.", "temperature", value)
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    if limit is None and not chat:
-        limit = 16
+    limit = body.get("max_completion_tokens", body.get("max_tokens", None if chat else 16))
     if isinstance(limit, int) and limit > window:
         message = f"max_tokens={limit} cannot be greater than max_model_len={window}."
         raise refuse(f"{message} Please request fewer output tokens.", "max_tokens", limit)
@@ -118,12 +127,12 @@ def read(body: Json, model: str, *, chat: bool, thinking: bool, window: int, too
         raise refuse(f"max_tokens must be at least 1, got {limit}.", "max_tokens", limit)
     tools, choice, named = _tools(body, tool_parser) if chat else ((), "none", None)
     thinks = chat and _thinks(body, thinking)
-    prompt, last, answered = _chat_prompt(body, model, thinks) if chat else _text_prompt(body)
-    steer = _STEER.search(last)
+    prompt, last, answered = _chat_prompt(body, model, thinks) if chat else _text_prompt(body, decode)
     return Ask(
         chat=chat,
         prompt=prompt,
         max_tokens=limit if isinstance(limit, int) else None,
+        prompt_ids=() if chat else prompt_ids(body),
         stream=stream,
         usage=bool(options and options.get("include_usage")),
         continuous=bool(options and options.get("continuous_usage_stats")),
@@ -140,8 +149,14 @@ def read(body: Json, model: str, *, chat: bool, thinking: bool, window: int, too
         answered=answered,
         thinking=thinks,
         schema=_schema(body),
-        steer=dict(pair.split("=", 1) for pair in steer[1].split()) if steer else {},
+        steer=steering(last),
     )
+
+
+def steering(text: str) -> dict[str, str]:
+    """What a `#sim` line in `text` says."""
+    found = _STEER.search(text)
+    return dict(pair.split("=", 1) for pair in found[1].split()) if found else {}
 
 
 def fit(tokens: int, window: int) -> None:
@@ -162,11 +177,16 @@ def check_model(body: Json, model: str) -> None:
         raise Refused(404, error(message, "NotFoundError", "model", 404))
 
 
+def _no_ids(ids: list[int]) -> bytes:
+    """/tokenize takes text only; whoever sends it numbers gets those of them that are characters."""
+    return bytes(id for id in ids if id < 256)
+
+
 def render(body: Json, model: str, thinking: bool) -> bytes:
     """The prompt of /tokenize: text as it is, messages through the template."""
     if isinstance(body.get("messages"), list):
         return _chat_prompt(body, model, _thinks(body, thinking))[0]
-    return _text_prompt(body)[0]
+    return _text_prompt(body, _no_ids)[0]
 
 
 def _check_types(body: Json, needed: str) -> None:
@@ -246,10 +266,18 @@ def _content(content: object, model: str) -> str:
     return "".join(texts)
 
 
-def _text_prompt(body: Json) -> tuple[bytes, str, bool]:
+def prompt_ids(body: Json) -> tuple[int, ...]:
+    """A prompt that came as ids."""
+    return tuple(part for part in _list(body.get("prompt")) if isinstance(part, int))
+
+
+def _text_prompt(body: Json, decode: Callable[[list[int]], bytes]) -> tuple[bytes, str, bool]:
     prompt = body.get("prompt")
     if isinstance(prompt, list):
-        prompt = "".join(str(p) if isinstance(p, str) else chr(int(str(p)) % 256) for p in prompt)
+        if ids := prompt_ids(body):
+            raw = decode(list(ids))
+            return raw, raw.decode("utf-8", "replace"), False
+        prompt = "".join(map(str, prompt))
     text = str(prompt)
     return text.encode("utf-8", "replace"), text, False
 

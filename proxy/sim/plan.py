@@ -84,6 +84,11 @@ def plan(ask: Ask, choice: int, seed: int, room: int, tokenizer: Tokenizer, dial
         pieces.append(Piece(Kind.CONTENT, lead + _content(ask, rng, size)))
     parsed = bool(calls) and dialect is Dialect.QWEN3_XML
     finish = "tool_calls" if parsed and ask.choice != "named" else "stop"
+    return limited(pieces, ask, limit, tokenizer, finish)
+
+
+def limited(pieces: list[Piece], ask: Ask, limit: int, tokenizer: Tokenizer, finish: str) -> Plan:
+    """The answer as far as stop strings and `limit` tokens let it go."""
     pieces, stop = _stopped(pieces, ask.stop)
     tokens = sum(tokenizer.count(len(piece.text.encode())) for piece in pieces)
     whole = stop is None and not ask.ignore_eos and tokens < limit

@@ -27,6 +27,7 @@ from proxy.sim.exposition import Exposition
 from proxy.sim.faults import BadFault, Fault, FaultKind, Faults, read_fault
 from proxy.sim.plan import Dialect, Plan, plan
 from proxy.sim.reply import ENGINE_DEAD, Choice, Headers, Identity, Reply, StreamReply, WholeReply
+from proxy.sim.resume import resumed
 from proxy.sim.shapes import Counts
 from proxy.sim.text import Tokenizer
 
@@ -235,9 +236,15 @@ class Simulator:
     async def _generate(self, body: Json, answer: Answer, headers: Headers, *, chat: bool) -> None:
         o = self.options
         ask = read(
-            body, o.model, chat=chat, thinking=o.thinking, window=self._window, tool_parser=o.tool_parser
+            body,
+            o.model,
+            chat=chat,
+            thinking=o.thinking,
+            window=self._window,
+            tool_parser=o.tool_parser,
+            decode=self._tokenizer.decode,
         )
-        size = self._tokenizer.count(len(ask.prompt))
+        size = len(ask.prompt_ids) or self._tokenizer.count(len(ask.prompt))
         room = min(self._window, self._config.blocks * self._config.block_tokens) - size
         fit(size, size + room)
         if self._dead:
@@ -246,7 +253,9 @@ class Simulator:
         if fault is not None and fault.kind is FaultKind.RESET and fault.after_tokens == 0:
             answer.abort()
             return
-        prompt_ids = self._tokenizer.encode(ask.prompt) if ask.token_ids else None
+        prompt_ids = None
+        if ask.token_ids:
+            prompt_ids = list(ask.prompt_ids) or self._tokenizer.encode(ask.prompt)
         identity = Identity(
             ("chatcmpl-" if chat else "cmpl-") + self._id(), self._created(), o.model, prompt_ids
         )
@@ -277,6 +286,8 @@ class Simulator:
                 drive.cancel(id)
 
     def _plan(self, ask: Ask, index: int, room: int) -> Plan:
+        if not ask.chat and (rest := resumed(ask, self.options.seed, room, self._tokenizer)) is not None:
+            return rest
         dialect = self.options.dialect
         wrong = self.faults.on(FaultKind.DIALECT)
         if wrong is not None:

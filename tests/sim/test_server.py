@@ -85,6 +85,30 @@ async def test_tokens_go_back_to_the_text(width: int) -> None:
         assert counted == used
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"tools": [TOOL]}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+async def test_an_answer_goes_on_behind_its_own_tokens_on_another_server(more: dict[str, Any]) -> None:
+    async with running() as sim, running() as other:
+        asked = await sim.chat("hi #sim tokens=8 think=4", return_token_ids=True, **STREAM, **more)
+        prompt = asked.events[0]["prompt_token_ids"]
+        ids = [t for e in asked.events for c in e["choices"] for t in c.get("token_ids") or ()]
+        whole = (await sim.ask("POST", "/detokenize", {"tokens": ids})).json["prompt"]
+        for cut in range(0, len(ids), 5):
+            begun = (await other.ask("POST", "/detokenize", {"tokens": ids[:cut]})).json["prompt"]
+            body = {"model": "tiny", "prompt": prompt + ids[:cut], "max_tokens": None}
+            rest = (await other.ask("POST", "/v1/completions", body)).json
+            assert begun + rest["choices"][0]["text"] == whole
+            assert rest["choices"][0]["finish_reason"] == "stop"
+            assert rest["usage"]["prompt_tokens"] == len(prompt) + cut
+        short = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+        assert (await other.ask("POST", "/v1/completions", short)).json["choices"][0][
+            "finish_reason"
+        ] == "length"
+        foreign = (await other.ask("POST", "/v1/completions", {**body, "prompt": [*prompt, 7, 7]})).json
+        assert foreign["choices"][0]["text"] not in whole
+
+
 async def test_token_ids_come_when_asked_for_and_are_the_answers_tokens() -> None:
     more = {"return_token_ids": True, "tools": [TOOL]}
     async with running() as sim:
