@@ -276,7 +276,7 @@ def _text_prompt(body: Json, decode: Callable[[list[int]], bytes]) -> tuple[byte
     if isinstance(prompt, list):
         if ids := prompt_ids(body):
             raw = decode(list(ids))
-            return raw, raw.decode("utf-8", "replace"), False
+            return raw, "", False
         prompt = "".join(map(str, prompt))
     text = str(prompt)
     return text.encode("utf-8", "replace"), text, False
