@@ -9,6 +9,7 @@ from policies import Failure
 from policies.frozen import frozen
 from proxy.errors import Outcome
 from proxy.upstream import Headers
+from proxy.wire.continuation import Transcript
 from proxy.wire.errors import Api
 from proxy.wire.streams import StreamReader
 
@@ -78,6 +79,8 @@ class Plan:
     limits: Limits
     reader: Callable[[], StreamReader] | None = None
     """Reads the stream in place of the endpoint's plain reader."""
+    transcript: Transcript | None = None
+    """Keeps what another backend needs to go on with the answer, where it may."""
 
 
 FAILURES = {

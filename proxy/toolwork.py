@@ -169,6 +169,15 @@ class WholeAnswer:
     lacks_call: bool = False
 
 
+def raw_engine(work: ToolWork | None, thinks: bool) -> ToolEngine:
+    """For text as the model wrote it, of a backend that was not asked to parse it. thinks: it begins inside thinking."""
+    armed = work is not None and work.choice.mode != "none"
+    tools = work.tools if work is not None and armed else Toolset(None)
+    engine = ToolEngine(tools, ToolChoice(), new_id, starts_thinking=thinks)
+    engine.armed = True  # also without tools: thinking is to be told apart
+    return engine
+
+
 # -- thinking ------------------------------------------------------------------------------------------------
 
 

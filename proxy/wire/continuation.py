@@ -19,6 +19,8 @@ import orjson
 from proxy.wire.sse import Splitter, fields
 from proxy.wire.streams import choice_index
 
+DONE = b"data: [DONE]\n\n"
+
 MAX_KEPT = 64 * 1024
 """Bytes of events that wait to be read."""
 
@@ -93,9 +95,24 @@ class Said:
 class Transcript:
     """One answer, over all its legs. `strip` each event as it comes, `sent` what went to the client."""
 
-    __slots__ = ("_kept", "_parts", "_said", "_size", "finish", "ids", "intact", "prompt_ids")
+    __slots__ = (
+        "_kept",
+        "_parts",
+        "_said",
+        "_shows_usage",
+        "_size",
+        "begun",
+        "finish",
+        "ids",
+        "intact",
+        "prompt_ids",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_usage: bool) -> None:
+        """shows_usage: the client asked for usage."""
+        self._shows_usage = shows_usage
+        self.begun = False
+        """The client has something."""
         self.prompt_ids: list[int] | None = None
         self.ids: list[int] = []
         self.intact = True
@@ -135,6 +152,7 @@ class Transcript:
 
     def sent(self, data: bytes) -> None:
         """`data` went to the client: any bytes of events, cut anywhere."""
+        self.begun = True
         self._parts.append(data)
         self._size += len(data)
         if self._size > MAX_KEPT:
@@ -150,6 +168,23 @@ class Transcript:
         """Another backend goes on behind `ids`."""
         self.ids = ids
         self.finish = None
+
+    def usage(self) -> dict[str, int]:
+        """Counted, for a backend that broke off before it told."""
+        prompt, generated = len(self.prompt_ids or ()), len(self.ids)
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + generated,
+            "completion_tokens": generated,
+        }
+
+    def closing(self, last: bytes) -> bytes:
+        """The end of a whole answer whose backend broke off behind the finish_reason, with the usage that it owes."""
+        said = self.said
+        if not self._shows_usage or said.usage or not self.usable:
+            return last
+        event = b"data: %b\n\n" % orjson.dumps({**said.template, "choices": [], "usage": self.usage()})
+        return last.removesuffix(DONE) + event + DONE
 
     def _read(self) -> None:
         data = b"".join(self._parts)

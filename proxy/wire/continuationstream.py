@@ -34,8 +34,6 @@ from proxy.wire.toolstream import dumps
 NewEngine = Callable[[bool], ToolEngine]
 """An engine for raw text; its argument: the text begins inside thinking."""
 
-DONE = b"data: [DONE]\n\n"
-
 
 @dataclass(frozen=True, slots=True)
 class Legs:
@@ -213,13 +211,3 @@ class ContinuedText(ContinuedStream):
         if not text and reason is None:
             return None
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-def usage_event(said: Said, prompt: int, generated: int) -> bytes:
-    """What a backend that broke off behind the finish_reason did not tell."""
-    usage = {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + generated,
-        "completion_tokens": generated,
-    }
-    return b"data: %b\n\n" % dumps({**said.template, "choices": [], "usage": usage})

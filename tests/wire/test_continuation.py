@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from proxy.wire.body import scan_object
 from proxy.wire.chatdelta import write_delta
 from proxy.wire.coerce import Toolset
-from proxy.wire.continuation import MAX_KEPT, Said, Transcript
+from proxy.wire.continuation import DONE, MAX_KEPT, Said, Transcript
 from proxy.wire.continuationskip import Differs, Skip, reach_json, reach_text
-from proxy.wire.continuationstream import DONE, ContinuedStream, ContinuedText, Legs, usage_event
+from proxy.wire.continuationstream import ContinuedStream, ContinuedText, Legs
 from proxy.wire.continuationterms import Terms, read_terms
 from proxy.wire.errors import Api
 from proxy.wire.streams import MalformedStream
@@ -151,7 +151,7 @@ def test_a_torn_escape_is_gone_on_with() -> None:
 
 
 def test_ids_are_kept_and_nobody_else_sees_them() -> None:
-    transcript = Transcript()
+    transcript = Transcript(shows_usage=True)
     role = (
         b'data: {"id":"a","choices":[{"index":0,"delta":{"role":"assistant"},"finish_reason":null}],%b}\n\n'
     )
@@ -171,13 +171,13 @@ def test_what_a_model_writes_about_ids_is_left_alone(text: str) -> None:
         {"choices": [{"delta": {"content": f',"token_ids":[1]{text},"prompt_token_ids":[2],'}}]}
     )
     event = b"data: %b\n\n" % said.encode()
-    transcript = Transcript()
+    transcript = Transcript(shows_usage=True)
     assert transcript.strip(event) == event
     assert (transcript.ids, transcript.prompt_ids) == ([], None)
 
 
 def test_text_without_ids_makes_an_answer_that_cannot_go_on() -> None:
-    transcript = Transcript()
+    transcript = Transcript(shows_usage=True)
     transcript.prompt_ids = [1]
     transcript.strip(b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\n')
     transcript.strip(b": comment\n\n")
@@ -187,7 +187,7 @@ def test_text_without_ids_makes_an_answer_that_cannot_go_on() -> None:
 
 
 def test_what_was_sent_is_read_in_batches_however_it_is_cut() -> None:
-    transcript = Transcript()
+    transcript = Transcript(shows_usage=True)
     words = [f"w{number} " for number in range(3000)]
     data = b"".join(chunk({"content": word}) for word in words) + b": keep-alive\n\n" + DONE
     assert len(data) > 2 * MAX_KEPT
@@ -398,7 +398,23 @@ def test_usage_is_the_prompt_and_all_legs() -> None:
         assert out == ([{**HEAD, "choices": [], "usage": total}] if shows else [])
         assert reader.usage == total
         assert reader.finish_reason == "length"
-    assert list(payloads(usage_event(heard(first), 100, 25))) == [{**HEAD, "choices": [], "usage": total}]
+
+
+def test_usage_that_a_backend_owes_is_counted() -> None:
+    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    for shows in (True, False):
+        transcript = Transcript(shows_usage=shows)
+        transcript.prompt_ids, transcript.ids = [1, 2], [3, 4, 5]
+        transcript.sent(chunk({"content": "a"}, "stop"))
+        out = transcript.closing(b"held" + DONE)
+        assert out.startswith(b"held")
+        assert out.endswith(DONE)
+        assert list(payloads(out.removeprefix(b"held"))) == (
+            [{**HEAD, "choices": [], "usage": usage}] if shows else []
+        )
+        told = b'data: {"choices":[],"usage":{"prompt_tokens":2}}\n\n'
+        transcript.sent(told)
+        assert transcript.closing(DONE) == DONE
 
 
 def test_a_leg_that_is_given_up_is_a_break_again() -> None:

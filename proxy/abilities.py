@@ -1,0 +1,127 @@
+"""What backends can do beyond the API, found out by asking them: whether a broken stream of theirs can go on elsewhere.
+
+Rules
+1. Nothing is assumed of a server by its name or version. A backend is asked when it is first needed and healthy, beside the
+   requests, for one token; until it has answered it can do nothing.
+2. What it said holds for `ASK_AGAIN_SECONDS`, and until it was ejected: what comes back may be another build.
+3. Two backends can finish each other's answers only if they cut text into the same tokens: their tokenizers are compared by
+   what they make of a text that has something of everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from policies.frozen import frozen
+from proxy.aside import post
+from proxy.clock import Clock
+from proxy.pool import Backend, Pool
+
+log = logging.getLogger("tierline.abilities")
+
+ASK_AGAIN_SECONDS = 300.0
+TIMEOUT = 10.0
+"""Seconds for each question: a token may have to wait for its turn."""
+
+_SAMPLE = (
+    "Hello world, 12345 tokens! naïve café — 你好，世界 🙂 \t\n  def f(x):\n        return x*2 // [1.5e-3]\n"
+    "<think></think><tool_call></tool_call><|im_start|><|im_end|>"
+)
+
+
+@frozen
+class Ability:
+    """exact: it gives ids of prompt and answer, decodes ids, and takes ids for a prompt. tokenizer: a digest of what it
+    makes of text, None: not known."""
+
+    exact: bool
+    tokenizer: str | None
+
+
+NONE = Ability(False, None)
+
+
+class Abilities:
+    """Of every backend, as far as they are known."""
+
+    def __init__(self, clock: Clock, pool: Pool) -> None:
+        self._clock = clock
+        self._pool = pool
+        self._known: dict[str, tuple[float, Ability]] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def of(self, name: str) -> Ability:
+        """What is known of it now; asks, beside, where that is nothing or old."""
+        backend = self._pool.backends[name]
+        if not backend.health.healthy:
+            self._known.pop(name, None)
+            return NONE
+        found = self._known.get(name)
+        if found is None or self._clock.now() >= found[0] + ASK_AGAIN_SECONDS:
+            self._ask(backend)
+        return NONE if found is None else found[1]
+
+    async def settled(self) -> None:
+        """Every question that was asked is answered."""
+        while self._asking:
+            await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+    async def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        await self.settled()
+
+    def _ask(self, backend: Backend) -> None:
+        if backend.name not in self._asking:
+            task = asyncio.get_running_loop().create_task(self._find_out(backend), name=f"ask {backend.name}")
+            self._asking[backend.name] = task
+            task.add_done_callback(lambda _: self._asking.pop(backend.name, None))
+
+    async def _find_out(self, backend: Backend) -> None:
+        before = self._known.get(backend.name)
+        ability = await self._ability(backend)
+        self._known[backend.name] = self._clock.now(), ability
+        if before is None or before[1] != ability:
+            can = "can" if ability.exact else "cannot"
+            log.info("answers of backend %s %s be continued by token", backend.name, can)
+
+    async def _ability(self, backend: Backend) -> Ability:
+        tokens = await self._post(backend, b"/tokenize", {"prompt": _SAMPLE, "add_special_tokens": False})
+        ids = _ids(tokens, "tokens")
+        if not ids:
+            return NONE
+        digest = blake2b(orjson.dumps(ids), digest_size=8).hexdigest()
+        decoded = await self._post(backend, b"/detokenize", {"tokens": ids})
+        if not isinstance(decoded, dict) or decoded.get("prompt") != _SAMPLE:
+            return Ability(False, digest)
+        message = {"role": "user", "content": "ping"}
+        chat = {"messages": [message], "max_tokens": 1, "return_token_ids": True}
+        said = await self._post(backend, b"/v1/chat/completions", chat)
+        prompt = _ids(said, "prompt_token_ids")
+        if not prompt or not _ids(_choice(said), "token_ids"):
+            return Ability(False, digest)
+        go_on = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
+        rest = _choice(await self._post(backend, b"/v1/completions", go_on))
+        exact = _ids(rest, "prompt_token_ids") == prompt and bool(_ids(rest, "token_ids"))
+        return Ability(exact, digest)
+
+    async def _post(self, backend: Backend, path: bytes, body: dict[str, object]) -> Any:
+        if backend.served_model is not None:
+            body["model"] = backend.served_model
+        return await post(self._clock, backend, path, orjson.dumps(body), TIMEOUT)
+
+
+def _choice(answer: Any) -> Any:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    return choices[0] if isinstance(choices, list) and choices else None
+
+
+def _ids(answer: Any, key: str) -> list[int]:
+    value = answer.get(key) if isinstance(answer, dict) else None
+    ids = value if isinstance(value, list) else []
+    return ids if all(type(id) is int for id in ids) else []

@@ -1,0 +1,174 @@
+"""A broken stream goes on at another backend: what one request keeps for that, and the leg that follows a break.
+
+Rules
+1. The request is routed, retried and paid for like any other (`Failover`); here is only what differs: which backends can
+   finish this answer, what they are sent, and how what they send is read.
+2. A leg begins only when everything agrees: the ids are there without a hole, the new backend decodes them to a text that
+   reads like what the client has, and nothing the request asks for would be lost by the cut. Else the stream ends with
+   an error, as it would have without any of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+from functools import partial
+
+import orjson
+
+from policies.frozen import frozen
+from proxy.abilities import NONE, Abilities
+from proxy.aside import post
+from proxy.attempt import Plan
+from proxy.classify import Classified
+from proxy.clock import Clock
+from proxy.pool import Backend
+from proxy.toolwork import raw_engine
+from proxy.wire.body import scan_object
+from proxy.wire.continuation import MOST_TORN, Transcript, torn
+from proxy.wire.continuationskip import Differs
+from proxy.wire.continuationstream import ContinuedStream, ContinuedText, Legs
+from proxy.wire.continuationterms import Terms, read_terms
+from proxy.wire.errors import Api
+from proxy.wire.request import RequestBody
+from proxy.wire.splice import apply, override
+from proxy.wire.toolrender import ToolFormat
+
+PATH = "/v1/completions"
+TIMEOUT = 5.0
+"""Seconds for decoding ids."""
+
+_TAIL = 16
+"""Of the prompt's ids, what is decoded to see whether the answer begins inside thinking."""
+
+_RETURN_IDS = override("return_token_ids", True)
+
+
+class Ending(StrEnum):
+    """How it went with a broken stream whose tier lets it go on. Closed."""
+
+    WHOLE = "whole"  # the client has the whole answer
+    UNSAFE = "unsafe"  # the request, or where it broke, does not allow it
+    NOBODY = "nobody"  # no backend is left that could
+    BROKEN = "broken"  # those that went on with it broke, too
+
+
+class Stuck(Exception):
+    """The answer cannot go on; `why` in a word."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+@frozen
+class Step:
+    """What an attempt sends and how it hears the answer."""
+
+    target: str
+    body: bytes
+    plan: Plan
+
+
+class Continuation:
+    """Of one request. legs: (backend, tokens of the answer before it) of every attempt that went on. why: it cannot."""
+
+    __slots__ = ("_abilities", "_ability", "_asked", "_clock", "_terms", "_transcript", "legs", "why")
+
+    def __init__(self, clock: Clock, abilities: Abilities, asked: Classified) -> None:
+        self._clock = clock
+        self._abilities = abilities
+        self._asked = asked
+        self._ability = NONE
+        self._terms: Terms | None = None
+        self._transcript: Transcript | None = None
+        self.legs: list[tuple[str, int]] = []
+        self.why: str | None = None
+
+    @property
+    def begun(self) -> bool:
+        """The client has a part of the answer, and it may go on from there."""
+        transcript = self._transcript
+        return transcript is not None and transcript.begun and self.why is None
+
+    def watch(self, backend: Backend, step: Step) -> Step:
+        """The first leg as it is sent: with ids asked for where the answer could go on behind them."""
+        self._transcript = None
+        body, asked = self._asked.body, self._asked
+        assert isinstance(body, RequestBody)
+        self._ability = self._abilities.of(backend.name)
+        if not self._ability.exact:
+            self.why = "backend"
+            return step
+        scan = scan_object(step.body)
+        terms = read_terms(step.plan.api, scan, shows_usage=body.include_usage)
+        if asked.work is not None and asked.work.form is not ToolFormat.OPENAI:
+            terms = "tool_format"
+        if isinstance(terms, str):
+            self.why = terms
+            return step
+        self.why, self._terms = None, terms
+        transcript = self._transcript = Transcript(shows_usage=terms.shows_usage)
+        return Step(step.target, apply(scan, [_RETURN_IDS]), replace(step.plan, transcript=transcript))
+
+    def unfit(self) -> frozenset[str]:
+        """Backends that cannot finish this answer."""
+        names = self._asked.route.backends
+        return frozenset([name for name in names if self._abilities.of(name) != self._ability])
+
+    async def leg(self, backend: Backend, plan: Plan) -> Step | None:
+        """What `backend` is sent to go on; plan: of an ordinary attempt there. None: it does not answer. Raises Stuck."""
+        transcript, terms = self._transcript, self._terms
+        assert transcript is not None
+        assert terms is not None
+        said, prompt = transcript.said, transcript.prompt_ids
+        if prompt is None or not transcript.usable:
+            raise Stuck("ids")
+        ids = list(transcript.ids)
+        raw = await self._decoded(backend, ids)
+        if raw is None:
+            return None
+        left = terms.left(len(ids))
+        if left is not None and left < 1:
+            raise Stuck("limit")
+        if terms.cut_by_stop(raw):
+            raise Stuck("stop")
+        thinks = False
+        if not (said.content or said.reasoning) and plan.api is Api.CHAT:
+            tail = await self._text(backend, prompt[-_TAIL:])
+            thinks = tail is not None and tail.rstrip().endswith("<think>")
+        legs = Legs(said, raw, len(prompt), len(ids), thinks, terms.shows_usage)
+        reader = ContinuedStream if plan.api is Api.CHAT else ContinuedText
+        try:
+            made = reader(legs, partial(raw_engine, self._asked.work))
+        except Differs:
+            raise Stuck("differs") from None
+        transcript.next_leg(ids)
+        self.legs.append((backend.name, len(ids)))
+        model = backend.served_model or self._asked.route.target
+        body = terms.body(model, prompt, ids, raw=plan.api is Api.CHAT)
+        plan = replace(plan, reader=lambda: made, transcript=transcript, hide_usage=False, model_swap=None)
+        return Step(PATH, body, plan)
+
+    async def _decoded(self, backend: Backend, ids: list[int]) -> str | None:
+        """The text of `ids`, which are cut back to a whole character: an engine that is given half of one as a prompt
+        loses the other half."""
+        raw = text = await self._text(backend, ids)
+        for cut in range(1, MOST_TORN + 1):
+            if text is None or not torn(text) or cut > len(ids):
+                break
+            text = await self._text(backend, ids[:-cut])
+            if text is not None and not torn(text):
+                del ids[-cut:]
+                return text
+        return raw if text is not None else None
+
+    async def _text(self, backend: Backend, ids: list[int]) -> str | None:
+        if not ids:
+            return ""
+        body: dict[str, object] = {"tokens": ids}
+        if backend.served_model is not None:
+            body["model"] = backend.served_model
+        answer = await post(self._clock, backend, b"/detokenize", orjson.dumps(body), TIMEOUT)
+        text = answer.get("prompt") if isinstance(answer, dict) else None
+        return text if isinstance(text, str) else None
