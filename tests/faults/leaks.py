@@ -40,7 +40,7 @@ def descriptors() -> Counter[str]:
 
 def tasks() -> Counter[str]:
     """What runs of the gateway's, by name."""
-    names = [task.get_coro().__qualname__ for task in asyncio.all_tasks() if not task.done()]  # type: ignore[union-attr]
+    names = [getattr(t.get_coro(), "__qualname__", "") for t in asyncio.all_tasks() if not t.done()]
     return Counter(name for name in names if name.startswith(OURS))
 
 
