@@ -296,10 +296,12 @@ class Admission:
         return self._gone / RATE_SECONDS * exp((self._gone_at - now) / RATE_SECONDS)
 
     def _next_opening(self, now: float) -> float:
-        """When, without any event, enough prefill is done somewhere for one more."""
+        """When, without any event, enough prefill is done somewhere for one more, or a backend that said that it was
+        full may be asked again."""
         best = inf
         for state in self._fleet.states.values():
             over = state.queue(now) - self._gate.ahead_seconds
+            over = max(over, state.full_until - now)
             if 0 < over < best and state.healthy:
                 best = over
         return now + max(best, SOONEST)

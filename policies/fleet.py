@@ -26,6 +26,8 @@ Hold = Callable[[State, Forecast, float], bool]
 STRANGER_SECONDS = 0.05
 """What a backend that is not the session's rendezvous home costs more while nothing is known of the session."""
 USUAL_WEIGHT = 0.05
+MOST_FULL_SECONDS = 60.0
+"""A backend is believed no longer than this when it says how long it takes no more."""
 
 
 class Fleet:
@@ -192,6 +194,12 @@ class Fleet:
             state.draining = draining
         self.version += 1
 
+    def full(self, now: float, name: str, seconds: float) -> None:
+        """It said that it takes no more for so long (Retry-After)."""
+        state = self.states[name]
+        state.full_until = max(state.full_until, now + min(seconds, MOST_FULL_SECONDS))
+        self.version += 1
+
     def restarted(self, now: float, name: str) -> None:
         """Its cache is empty and its speculation fresh."""
         self.states[name].restarted()
@@ -316,7 +324,9 @@ class Fleet:
             state.fill = min(1.0, state.fill + params.increase)
 
     def _places(self, now: float, state: State) -> int:
-        """Slow start: after a recovery its places open one after the other."""
+        """None while it says that it is full. Slow start: after a recovery its places open one after the other."""
+        if now < state.full_until:
+            return 0
         most, seconds = state.member.max_in_flight, self.params.predict.slow_start_seconds
         if state.healthy_since is None or now - state.healthy_since >= seconds:
             return most

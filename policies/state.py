@@ -44,12 +44,14 @@ class Running:
 
 
 class State:
-    """`healthy_since`: when it last recovered, None: it never failed."""
+    """`healthy_since`: when it last recovered, None: it never failed. `full_until`: it said itself that it takes no more
+    before then."""
 
     def __init__(self, member: Member, params: PolicyParams) -> None:
         self.healthy = True
         self.healthy_since: float | None = None
         self.draining = False
+        self.full_until = 0.0
         self.in_flight_tokens = 0
         self.held_tokens = 0.0  # prompt and expected answer of those running
         self.prompts = 0  # tokens of the prompts of those running

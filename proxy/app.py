@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from policies.budget import Budget
 from policies.trace import TracingRouter
 from proxy.access import KeyRing
 from proxy.admin import admin_app
@@ -66,7 +67,8 @@ class App:
         on_data = config.admin.metrics_on in ("data", "both")
         self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
         owners = Owners()
-        self.gate = Gate(self.clock, self.pool.fleet, _router(config), config.policy_params, rng or Random())
+        rng = rng or Random()
+        self.gate = Gate(self.clock, self.pool.fleet, _router(config), config.policy_params, rng)
         self.pool.changed = self.gate.pump
         self.metrics.waiting = self.gate.waiting
         self.gateway = Gateway(
@@ -79,6 +81,8 @@ class App:
             keeps_decisions=config.telemetry.decisions,
             admin_keys=KeyRing([("admin", config.admin.key.digest)] if config.admin.key is not None else []),
             retry=config.policy.retry,
+            budget=Budget(config.policy.retry),
+            rng=rng,
             pool=self.pool,
             timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
             keys=_keys(config),
@@ -133,7 +137,7 @@ class App:
         self.config = config
         self.pool.configure(config.policy_params)
         gateway.classifier = gateway.classifier.configured(config)
-        gateway.retry = config.policy.retry
+        gateway.retry = gateway.budget.params = config.policy.retry
         gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
         gateway.keys = _keys(config)
         gateway.policy = config.policy_digest

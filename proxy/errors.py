@@ -33,7 +33,8 @@ class ProxyError(Exception):
 
     status: HTTP status while none has been sent. message: for the client: says what to change, names no secret.
     type, code, param: OpenAI's fields (code a string or None). headers: extra response headers (Retry-After).
-    upstream_headers: the backend's, when the error is its answer.
+    upstream_headers: the backend's, when the error is its answer. retry_after: seconds until the client should come
+    back, as one of these headers says; None: none does.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ProxyError(Exception):
         param: str | None = None,
         headers: tuple[tuple[str, str], ...] = (),
         upstream_headers: tuple[tuple[bytes, bytes], ...] = (),
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.outcome = outcome
@@ -57,3 +59,4 @@ class ProxyError(Exception):
         self.param = param
         self.headers = headers
         self.upstream_headers = upstream_headers
+        self.retry_after = retry_after

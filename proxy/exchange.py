@@ -5,7 +5,7 @@ Rules
    a response; `end` names the outcome, and the first name counts; `close` closes the record.
 2. Choice and lease are one step of the gate's, or concurrent requests would all read the same view and herd onto one
    backend. What was let in is finished, on every kind of end.
-3. Attempts come one after the other; may_retry says whether there is another, the router where to.
+3. Attempts come one after the other; `Failover` says whether there is another, and where.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import orjson
 from aiohttp import web
 
-from policies import Decision, Failure, RequestFacts, Result, Retry, Wait, may_retry
+from policies import Decision, Failure, RequestFacts, Result, Wait
 from policies.trace import Trace
 from proxy.attempt import FAILURES, Fault, FaultKind, Plan, Reply
 from proxy.attempt import Result as Attempt
@@ -26,6 +26,7 @@ from proxy.decisions import write
 from proxy.endpoints import Endpoint, api_of
 from proxy.errors import Outcome, ProxyError
 from proxy.explain import Story, attempt
+from proxy.failover import Failover
 from proxy.front import Answer
 from proxy.gate import Pass, Refused
 from proxy.headers import error_headers, origin_form, request_head, request_id, response_headers
@@ -61,6 +62,7 @@ class Exchange:
         "_classifier",
         "_ended",
         "_explains",
+        "_failover",
         "_gateway",
         "_headers",
         "_relay",
@@ -82,6 +84,7 @@ class Exchange:
         self._classifier = gateway.classifier  # what is reloaded meanwhile is for the next one
         self._request = request
         self._relay: Relay | None = None
+        self._failover: Failover | None = None
         self._tools: Toolset | None = None
         self._calls: list[FinishedCall] = []
         self._traces: list[Trace] = []
@@ -146,42 +149,38 @@ class Exchange:
 
     async def serve(self, endpoint: Endpoint, asked: Classified) -> None:
         """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
-        gateway, names = self._gateway, asked.route.backends
+        gateway, names, record = self._gateway, asked.route.backends, self.record
         self._tools = asked.work.tools if asked.work is not None else None
+        let_in: Pass | Refused | None
         let_in = await gateway.gate.enter(asked.facts, names, asked.pinned, self._queued)
-        self.record.admitted_at = gateway.clock.now()
-        failures: list[Failure] = []
-        tried: frozenset[str] = frozenset()
-        larger_than: int | None = None
-        failed: ProxyError | None = None
+        record.admitted_at = gateway.clock.now()
         while True:
             self._decided(let_in, asked)
             if isinstance(let_in, Refused):
+                failed = self._failover.error if self._failover is not None else None
                 raise failed or turned_away(asked.facts, let_in.shed, gateway.pool.views(names))
             backend = gateway.pool.backends[let_in.go.view.name]
             started = gateway.clock.now()
+            if self._failover is None:
+                gateway.budget.sent(started, backend.name)
             try:
-                failed, failure = await self._attempt(backend, endpoint, asked, failures, let_in)
+                error, failure = await self._attempt(backend, endpoint, asked, let_in)
             finally:
                 let_in.finish(self._result(asked))
-            if failed is None:
+            if error is None:
                 return
             if failure is None:
-                raise failed
-            failures.append(failure)
-            self.record.backoff_seconds += gateway.clock.now() - started
-            gateway.pool.failed(backend.name, failure)
+                raise error
+            if self._failover is None:
+                self._failover = Failover(gateway, record, asked)
             events_sent = self._relay is not None and self._relay.events_sent
-            retry = may_retry(failures, events_sent, gateway.retry)
-            if retry is Retry.NO:
-                raise failed
-            if retry is Retry.LARGER_WINDOW:
-                larger_than = backend.window_tokens or asked.facts.prompt.tokens
-            elif retry is Retry.OTHER_BACKEND:
-                tried = tried | {backend.name}
-            let_in = gateway.gate.again(
-                asked.facts, names, tried=tried, pinned=asked.pinned, larger_than=larger_than
+            shared = not self._credentials(backend)
+            let_in = await self._failover.after(
+                backend, error, failure, events_sent=events_sent, shared=shared
             )
+            if let_in is None:
+                raise self._failover.error or error
+            record.backoff_seconds += gateway.clock.now() - started
 
     def _queued(self, wait: Wait) -> None:
         self.record.queued_at = self._gateway.clock.now()
@@ -195,7 +194,8 @@ class Exchange:
         gateway.metrics.decided(decision)
         record.drops, record.policy = decision.drops, gateway.policy
         if isinstance(let_in, Refused):
-            gateway.metrics.shed(asked.facts.tier.name, let_in.shed.reason)
+            if not record.attempts:
+                gateway.metrics.shed(asked.facts.tier.name, let_in.shed.reason)
             return
         self._note(decision, asked.facts)
         record.expect(let_in.go.view)
@@ -225,15 +225,15 @@ class Exchange:
         backend: Backend,
         endpoint: Endpoint,
         asked: Classified,
-        failures: list[Failure],
         let_in: Pass,
     ) -> tuple[ProxyError | None, Failure | None]:
         """One attempt. (None, None): answered for good. Else what to tell the client and what failed."""
         gateway = self._gateway
         timeouts = gateway.timeouts[backend.name]
+        failures = self._failover.failures if self._failover is not None else []
         nudged = Failure.NO_CALL in failures
         body, plan = self._classifier.prepare(endpoint, asked, backend, timeouts, self.record, nudged=nudged)
-        fresh = bool(failures) and failures[-1] is Failure.REUSED
+        fresh = failures[-1:] == [Failure.REUSED]
         connection = None if fresh else backend.connections.take()
         if connection is None:
             try:
@@ -352,6 +352,7 @@ class Exchange:
             (b"x-tierline-backend", (record.backend or "").encode()),
             (b"x-tierline-tier", (record.tier or "").encode()),
             (b"x-tierline-reason", (record.reason or "").encode()),
+            (b"x-tierline-attempts", b"%d" % record.attempts),
         ]
         record.status = status
         return response_headers(upstream, ours + self._explanation())
@@ -388,6 +389,9 @@ class Exchange:
                 error.upstream_headers, [*self._headers, *self._tierline_headers(), *self._explanation()]
             )
             headers += [(name.encode(), value.encode()) for name, value in error.headers]
+            if self._failover is not None and self._failover.final:
+                headers = [pair for pair in headers if pair[0].lower() != b"x-should-retry"]
+                headers.append((b"x-should-retry", b"false"))  # or SDKs multiply our attempts by theirs
             headers.append((b"content-type", b"application/json"))
             answer.send(error.status, headers, render_body(self.api, info, record.request_id))
         elif self._relay is not None and self._relay.in_band and error.outcome is not Outcome.CLIENT_TIMEOUT:
@@ -398,7 +402,10 @@ class Exchange:
     def _tierline_headers(self) -> Headers:
         record = self.record
         pairs = (("backend", record.backend), ("tier", record.tier), ("reason", record.reason))
-        return [(f"x-tierline-{name}".encode(), value.encode()) for name, value in pairs if value is not None]
+        out = [(f"x-tierline-{name}".encode(), value.encode()) for name, value in pairs if value is not None]
+        if record.attempts:
+            out.append((b"x-tierline-attempts", b"%d" % record.attempts))
+        return out
 
     def _remember(self) -> None:
         """What was decided: for whoever asks, and in the record if that is wanted."""

@@ -12,10 +12,12 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from random import Random
 
 from aiohttp import web
 
 from policies import RetryParams
+from policies.budget import Budget
 from proxy.access import KeyRing
 from proxy.classify import Classifier
 from proxy.clock import Clock
@@ -49,6 +51,8 @@ class Gateway:
     keeps_decisions: bool
     admin_keys: KeyRing
     retry: RetryParams
+    budget: Budget
+    rng: Random
     pool: Pool
     timeouts: dict[str, Timeouts]
     """By backend."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from email.utils import parsedate_to_datetime
+from math import inf
 
 from proxy.pool import BackendSpec
 from proxy.upstream import Headers, end_to_end
@@ -30,7 +32,13 @@ _REQUEST_DROP = frozenset(
 _CREDENTIALS = frozenset((b"authorization", b"x-api-key", b"api-key", b"cookie"))
 _REQUEST_DROP_ALL = _REQUEST_DROP | _CREDENTIALS
 # Another Tierline behind this one says these of itself.
-_TIERLINE = (b"x-tierline-backend", b"x-tierline-tier", b"x-tierline-reason", b"x-tierline-explain")
+_TIERLINE = (
+    b"x-tierline-backend",
+    b"x-tierline-tier",
+    b"x-tierline-reason",
+    b"x-tierline-attempts",
+    b"x-tierline-explain",
+)
 _RESPONSE_DROP = frozenset(
     _TIERLINE
     + (b"content-length", b"x-request-id", b"alt-svc", b"strict-transport-security")
@@ -106,6 +114,23 @@ def response_headers(upstream: Headers, ours: Headers) -> Headers:
 def error_headers(upstream: Sequence[tuple[bytes, bytes]], ours: Headers) -> Headers:
     """The same for an error whose body is written anew: what describes the old body goes, Retry-After stays."""
     return end_to_end(upstream, _ERROR_DROP) + ours
+
+
+def retry_after(headers: Sequence[tuple[bytes, bytes]]) -> float | None:
+    """Seconds until a backend wants to be asked again: `retry-after-ms`, else `retry-after` in seconds or as a date (by
+    the backend's own clock, which its `date` tells). None: it does not say, or not readably."""
+    said = {name.lower(): value.strip().decode("latin-1") for name, value in headers}
+    try:
+        if (milliseconds := said.get(b"retry-after-ms")) is not None:
+            seconds = float(milliseconds) / 1000
+        elif (text := said.get(b"retry-after", "")).endswith("GMT"):
+            there = parsedate_to_datetime(said.get(b"date", ""))
+            seconds = max(0.0, (parsedate_to_datetime(text) - there).total_seconds())
+        else:
+            seconds = float(text)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return seconds if 0 <= seconds < inf else None
 
 
 class Cors:

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from policies.calibrate import ContentKind
+from policies.retry import Failure
 from policies.types import ChooseReason, Decision, DropReason, ShedReason
 from proxy import __version__
 from proxy.config import Config
@@ -148,7 +149,10 @@ class Metrics(Collector):
         self._decisions: dict[tuple[str, str], int] = {}
         self._drops: dict[tuple[str, str], int] = {}
         self._shed: dict[tuple[str, str], int] = {}
+        self._failures: dict[tuple[str, str], int] = {}
         self._cancelled = dict.fromkeys(CancelPhase, 0)
+        self.retries_denied = 0
+        """Retries that were due and not made: the budget was spent."""
         self.estimate_errors: Callable[[], Iterable[tuple[str, str, float]]] = tuple
         """(model, kind of content, stated relative error) of what was learned."""
         self.waiting: Callable[[], Mapping[tuple[str, int], int]] = dict
@@ -177,6 +181,11 @@ class Metrics(Collector):
         """One request was turned away by admission."""
         why = (tier, reason.value)
         self._shed[why] = self._shed.get(why, 0) + 1
+
+    def failed(self, backend: str, failure: Failure) -> None:
+        """One attempt failed."""
+        what = (backend, failure.value)
+        self._failures[what] = self._failures.get(what, 0) + 1
 
     def observe(self, record: Record, derived: Measures) -> None:
         """One closed record. The only place where requests are counted."""
@@ -248,6 +257,18 @@ class Metrics(Collector):
         yield self._requests()
         yield self._tokens()
         yield self._retries()
+        yield _counter(
+            "tierline_failed_attempts",
+            "Attempts that failed, by how, whatever became of the request.",
+            ("backend", "failure"),
+            self._failures.items(),
+        )
+        yield _counter(
+            "tierline_retries_denied",
+            "Retries that were due and not made: their budget was spent.",
+            (),
+            [((), self.retries_denied)],
+        )
         yield _counter(
             "tierline_decisions",
             "Choices of a backend, one per attempt, by why it was chosen.",
@@ -406,5 +427,6 @@ LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
     "decision reason": ChooseReason,
     "drop reason": DropReason,
     "shed reason": ShedReason,
+    "failure": Failure,
     "content": ContentKind,
 }

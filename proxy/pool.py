@@ -216,6 +216,10 @@ class Pool:
         backend.health = on_failure(before, failure, now, self._breaker)
         self._tell(backend, before, failure.value, now)
 
+    def full(self, name: str, seconds: float) -> None:
+        """It takes no more for so long, it says."""
+        self.fleet.full(self._clock.now(), name, seconds)
+
     def judge(self, name: str, sound: bool) -> None:
         """An answer with tool calls was sound, or not: see `Backend.integrity`."""
         backend = self.backends[name]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import orjson
 
+from policies.retry import Failure
 from policies.types import BackendView, Drop
 from proxy.clock import Clock, Timer
 from proxy.errors import Outcome
@@ -45,6 +46,7 @@ class Record:
     names it, a hash too. policy: the digest of the policy that decided. prompt_tokens_error: the estimate's typical relative
     error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from admission), predicted_tpot: what was
     expected of the backend that was chosen, in tokens and seconds.
+    failures: backend and kind of every attempt that failed, in order.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
     first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
@@ -67,6 +69,7 @@ class Record:
     reason: str | None = None
     drops: tuple[Drop, ...] = ()
     attempts: int = 0
+    failures: tuple[tuple[str, Failure], ...] = ()
     tenant: str | None = None
     session_hash: str | None = None
     conversation: str | None = None
@@ -224,6 +227,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "reason": record.reason,
         "drops": {drop.backend: drop.reason for drop in record.drops},
         "attempts": record.attempts,
+        "failures": [{"backend": name, "failure": failure} for name, failure in record.failures],
         "tenant": record.tenant,
         "session": record.session_hash,
         "conversation": record.conversation,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from policies import BackendView, DropReason, Failure, RequestFacts, Shed, ShedReason
 from proxy.attempt import Fault, FaultKind, Reply
 from proxy.errors import Outcome, ProxyError
+from proxy.headers import retry_after
 from proxy.upstream import Headers
 from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, openai_type, read_error, read_event_error
 
@@ -47,7 +48,13 @@ def turned_away(facts: RequestFacts, shed: Shed, views: Sequence[BackendView]) -
         headers = (("retry-after", str(shed.retry_after)), ("x-tierline-reason", shed.reason.value))
         message += f" Try again in {shed.retry_after} s."
         return ProxyError(
-            Outcome.SHED, 429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers
+            Outcome.SHED,
+            429,
+            message,
+            type="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers=headers,
+            retry_after=shed.retry_after,
         )
     message = f"No backend can serve model '{facts.model}' at tier '{facts.tier.name}' now ({named})."
     return ProxyError(
@@ -120,11 +127,26 @@ def reply_error(backend: str, reply: Reply, credentials_passed: bool) -> ProxyEr
         code=info.code,
         param=info.param,
         upstream_headers=tuple(headers),
+        retry_after=retry_after(headers),
     )
 
 
 def failure_of(error: ProxyError) -> Failure:
-    """What an error that the backend put into words means for a retry."""
+    """What an error that the backend put into words means for a retry.
+
+    408 and 425 are about the moment, 501 about the request, whatever their class says.
+    """
+    status = error.status
     if error.code == CONTEXT_LENGTH_EXCEEDED:
         return Failure.OVERFLOW
-    return Failure.ERROR if error.status >= 500 else Failure.REJECTED
+    if status == 429 or (status == 503 and error.retry_after is not None):
+        return Failure.BUSY
+    if status in (408, 425) or (status >= 500 and status != 501):
+        return Failure.ERROR
+    return Failure.REJECTED
+
+
+def rather(before: ProxyError | None, now: ProxyError) -> ProxyError:
+    """Which of two failed attempts the client is told of: the last, unless an earlier one says when to come back."""
+    told = before is not None and before.retry_after is not None and now.retry_after is None
+    return before if told and before is not None and now.status >= 500 else now

@@ -34,6 +34,7 @@ LAYERS = (
     ("toolwork", "toolcheck", "aside"),
     ("classify", "tokenizer", "abilities"),
     ("continuing",),
+    ("failover",),
     ("exchange",),
     ("handler", "admin"),
     ("app", "sim", "simulate", "replay"),

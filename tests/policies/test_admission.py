@@ -436,3 +436,11 @@ def test_a_promise_that_no_stream_alone_could_be_kept_holds_nobody() -> None:
     never = replace(BALANCED, slo=Slo(tpot_seconds=0.0001, ttft_seconds=60.0))
     site = Site()
     assert all(isinstance(site.offer(id, short(never, prompt=50)), Go) for id in range(3))
+
+
+def test_who_waits_for_a_backend_that_said_when_it_takes_more_goes_then() -> None:
+    site = Site(fast())
+    site.fleet.full(0.0, "fp8", 1.5)
+    assert isinstance(site.offer(1, short()), Wait)
+    site.until(5.0)
+    assert site.went[1] == (pytest.approx(1.5, abs=0.02), "fp8")

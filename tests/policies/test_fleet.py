@@ -281,6 +281,22 @@ def test_after_a_recovery_places_open_one_after_the_other() -> None:
     assert places == [1, 32, 64, 128]
 
 
+def test_who_says_that_it_takes_no_more_is_full_until_then_and_for_a_minute_at_most() -> None:
+    f = fleet()
+    f.full(10.0, "fp8", 20.0)
+    f.full(10.0, "bf16", 86_400.0)
+
+    def reasons(now: float) -> list[DropReason | None]:
+        return [drop_reason(ask(), view(f, now, ask(), name), PARAMS) for name in f.names()]
+
+    assert reasons(29.9) == [DropReason.FULL, DropReason.FULL]
+    assert reasons(30.0) == [None, DropReason.FULL]
+    assert reasons(70.0) == [None, None]
+    f.full(70.0, "fp8", 5.0)
+    f.full(70.0, "fp8", 1.0)  # the later end counts
+    assert reasons(74.0) == [DropReason.FULL, None]
+
+
 def test_speculation_that_collapsed_is_dropped_in_its_range_and_shown() -> None:
     f = fleet()
     f.begin(0.0, 1, "bf16", ask(prompt=50_000))

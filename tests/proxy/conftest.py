@@ -102,10 +102,12 @@ class MakeGateway(Protocol):
 
 
 def config_text(urls: list[str], more: str, per_backend: dict[str, str]) -> str:
-    """A config with backends a, b, c …; `more` may repeat no table but those left out here."""
+    """A config with backends a, b, c …; `more` may repeat no table but those left out here. Nobody goes back to a backend
+    that failed: what it says is what the client gets where there is no other."""
     text = "" if "[server]" in more else "[server]\nport = 0\n"
     text += "" if "[admin]" in more else "[admin]\nenabled = false\n"
     text += "" if "[telemetry]" in more else '[telemetry]\nrecords = "off"\n'
+    text += "" if "[policy.retry]" in more else "[policy.retry]\nbackoff_seconds = 0\n"
     for name, url in zip("abcdefgh", urls, strict=False):
         text += f'[[backends]]\nname = "{name}"\nurl = "{url}"\n{per_backend.get(name, "")}\n'
     text += "" if "[models" in more else "[models.tiny]\n"

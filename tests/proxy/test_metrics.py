@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from policies.calibrate import ContentKind
+from policies.retry import Failure
 from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
 from proxy.config import loads
 from proxy.errors import Outcome
@@ -98,6 +99,7 @@ def everything() -> Metrics:
     """At least one sample of every metric."""
     metrics = observed(streamed(), streamed(Outcome.CANCELLED))
     metrics.shed("fast", ShedReason.TOO_LATE)
+    metrics.failed("fp8", Failure.CUT)
     metrics.waiting = lambda: {("fast", 0): 2}
     metrics.estimate_errors = lambda: [("qwen", ContentKind.CODE.value, 0.03)]
     metrics.decided(Decision("fp8", ChooseReason.LEAST_LOAD, (Drop("bf16", DropReason.UNHEALTHY),)))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from policies.retry import Failure
 from policies.types import Drop, DropReason
 from proxy.errors import Outcome
 from proxy.record import MAX_LINE_BYTES, FileWriter, Measures, Record, Recorder, line, measures, write_all
@@ -162,8 +163,8 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "tenant", "session", "conversation", "policy", "stream", "tools", "outcome", "status", "error",
-    "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
+    "drops", "attempts", "failures", "tenant", "session", "conversation", "policy", "stream", "tools", "outcome", "status",
+    "error", "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
     "prompt_tokens_error", "prompt_tokens", "completion_tokens", "cached_tokens", "cached_tokens_estimate",
     "predicted_wait_seconds", "predicted_ttft_seconds", "predicted_tpot_seconds",
     "body_read_seconds", "queue_wait_seconds",
@@ -178,6 +179,7 @@ def test_a_line_holds_every_field_under_its_name():
     record = scripted()
     record.model, record.tier, record.backend = "qwen", "exact", "bf16"
     record.drops = (Drop("fp8", DropReason.TIER),)
+    record.failures = (("fp8", Failure.CUT), ("bf16", Failure.BUSY))
     record.path += "?api_key=secret"
     data = line(record, record.close(0.0))
     assert data.endswith(b"}\n")
@@ -187,6 +189,10 @@ def test_a_line_holds_every_field_under_its_name():
     assert value["time"].endswith("Z")
     assert value["outcome"] == "ok"
     assert value["drops"] == {"fp8": "tier"}
+    assert value["failures"] == [
+        {"backend": "fp8", "failure": "cut"},
+        {"backend": "bf16", "failure": "busy"},
+    ]
     assert value["path"] == "/v1/chat/completions"
     assert value["ttft_seconds"] == pytest.approx(0.605)
     assert value["dispatch_seconds"] == pytest.approx(0.105)
@@ -211,6 +217,8 @@ def test_every_field_of_a_record_reaches_its_line():
         )
         if old is None and not name.endswith("_at"):
             setattr(record, name, "text")
+        if name == "failures":
+            record.failures = (("x", Failure.CUT),)
         if name == "tool_counts":
             record.tool_counts = Counters(xml=2)
         if name == "history_repairs":

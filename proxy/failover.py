@@ -1,0 +1,107 @@
+"""What follows a failed attempt of a request: to whom it is told, whether there is another, and where that goes.
+
+Rules
+1. Made when a request's first attempt has failed; most requests never have one.
+2. `policies.retry` says what may follow, `policies.budget` whether it can be paid for, the router where to. What is left
+   for here is to ask them in this order, and to wait.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from policies import Failure, Retry
+from policies.retry import Attempts
+from proxy.classify import Classified
+from proxy.errors import ProxyError
+from proxy.gate import Pass, Refused
+from proxy.pool import Backend
+from proxy.record import Record
+from proxy.refusals import rather
+
+if TYPE_CHECKING:
+    from proxy.handler import Gateway
+
+
+class Failover:
+    """Of one request. error: what the client is told if nothing follows."""
+
+    __slots__ = ("_asked", "_attempts", "_gateway", "_record", "error")
+
+    def __init__(self, gateway: Gateway, record: Record, asked: Classified) -> None:
+        self._gateway = gateway
+        self._record = record
+        self._asked = asked
+        self._attempts = Attempts(gateway.retry)
+        self.error: ProxyError | None = None
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Of the attempts so far, in order."""
+        return self._attempts.failures
+
+    @property
+    def final(self) -> bool:
+        """Other attempts were made before the one that the client is told of, and no header says when to come back."""
+        return self._attempts.repeated and self.error is not None and self.error.retry_after is None
+
+    async def after(
+        self, backend: Backend, error: ProxyError, failure: Failure, *, events_sent: bool, shared: bool
+    ) -> Pass | Refused | None:
+        """One more attempt failed: where the next goes, at once or after a pause. None: there is none.
+
+        shared: the backend was asked with a key that other requests use, too.
+        """
+        gateway, now = self._gateway, self._gateway.clock.now()
+        if failure is Failure.TIMEOUT and now >= self._over_at(backend.name):
+            failure = Failure.LATE
+        self._record.failures += ((backend.name, failure),)
+        self.error = rather(self.error, error)
+        gateway.metrics.failed(backend.name, failure)
+        gateway.pool.failed(backend.name, failure)
+        if failure is Failure.BUSY and error.retry_after and shared:
+            gateway.pool.full(backend.name, error.retry_after)
+        retry = self._attempts.failed(
+            now,
+            backend.name,
+            failure,
+            first_event_sent=events_sent,
+            window=backend.window_tokens or self._asked.facts.prompt.tokens,
+            retry_after=error.retry_after,
+        )
+        if retry is Retry.NO:
+            return None
+        return await self._elsewhere(now, backend.name) if retry is Retry.OTHER_BACKEND else self._choose()
+
+    async def _elsewhere(self, now: float, failed: str) -> Pass | Refused | None:
+        gateway, asked = self._gateway, self._asked
+        if not gateway.budget.allows(now, failed):
+            gateway.metrics.retries_denied += 1
+            return None
+        again = self._choose()
+        if isinstance(again, Refused):
+            until = min(map(self._over_at, asked.route.backends))
+            if asked.facts.deadline is not None:
+                until = min(until, asked.facts.deadline)
+            pause = self._attempts.go_back(now, until, gateway.rng)
+            if pause is None:
+                return again
+            await gateway.clock.sleep(pause)
+            again = self._choose()
+        if isinstance(again, Pass):
+            gateway.budget.retried(gateway.clock.now(), failed)
+        return again
+
+    def _choose(self) -> Pass | Refused:
+        asked, attempts = self._asked, self._attempts
+        return self._gateway.gate.again(
+            asked.facts,
+            asked.route.backends,
+            tried=attempts.tried,
+            pinned=asked.pinned,
+            larger_than=attempts.larger_than,
+        )
+
+    def _over_at(self, backend: str) -> float:
+        """When the time for the whole request is over."""
+        return self._record.accepted_at + self._gateway.timeouts[backend].total
