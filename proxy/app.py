@@ -31,6 +31,7 @@ from proxy.gate import Gate
 from proxy.handler import Gateway
 from proxy.headers import Cors
 from proxy.health import HealthPoller
+from proxy.lane import CompiledLane
 from proxy.local import Local
 from proxy.metrics import Metrics
 from proxy.owners import Owners
@@ -269,6 +270,8 @@ async def _serve(config: Config) -> int:
     gc.set_threshold(10_000, 20, 50)
     where = f"http://{config.server.host}:{app.port}"
     log.info("serving %s on %s", ", ".join(config.routes), where)
+    if CompiledLane is None:
+        log.info("built without a C compiler: chunks cost more CPU, all else is the same")
     if config.admin.enabled:
         log.info("admin on http://%s:%d", config.admin.host, app.admin_port)
     await stop.wait()

@@ -33,12 +33,13 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 class ClientConnection(web.RequestHandler):
     """aiohttp's protocol, plus a word to the answer in progress when the client stops or resumes reading."""
 
-    __slots__ = ("_flushed", "on_pause", "on_resume")
+    __slots__ = ("_flushed", "on_lost", "on_pause", "on_resume")
 
     def __init__(self, manager: web.Server, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
+        self.on_lost: Callable[[], None] | None = None
         self._flushed: asyncio.Future[None] | None = None
 
     async def flush(self) -> None:
@@ -62,6 +63,8 @@ class ClientConnection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
         self._set_flushed()
+        if self.on_lost is not None:
+            self.on_lost()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -176,9 +179,15 @@ class Answer(web.StreamResponse):
         """Close the connection when this answer is finished; said to the client if its head is not sent yet."""
         self._persist = False
 
-    def watch(self, on_pause: Callable[[], None] | None, on_resume: Callable[[], None] | None) -> None:
-        """Be told when the client stops reading and when it goes on."""
-        self._connection.on_pause, self._connection.on_resume = on_pause, on_resume
+    def watch(
+        self,
+        on_pause: Callable[[], None] | None = None,
+        on_resume: Callable[[], None] | None = None,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Be told when the client stops reading, when it goes on, and when it is gone."""
+        connection = self._connection
+        connection.on_pause, connection.on_resume, connection.on_lost = on_pause, on_resume, on_lost
 
     def send(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """A whole response in one write."""
@@ -221,14 +230,11 @@ class Answer(web.StreamResponse):
             self._left -= len(data)
             transport.write(data)
 
-    def forward(self, data: bytes, start: int, stop: int) -> None:
-        """Send a piece that stands in `data` as a whole HTTP chunk: as it is, where the client takes chunks, too."""
+    def chunk_writer(self) -> Callable[[bytes], object] | None:
+        """Where whole HTTP chunks may be written as long as the client is there (`watch`). None: it takes none, or is
+        gone."""
         transport = self._connection.transport
-        if self._framing != "chunked":
-            self.push(data[start:stop])
-        elif transport is not None:
-            self.bytes_out += stop - start
-            transport.write(data)
+        return transport.write if self._framing == "chunked" and transport is not None else None
 
     def finish(self, last: bytes = b"") -> None:
         """End the body properly, in one write with its last piece. A body short of its length is broken off."""
@@ -278,7 +284,7 @@ class Answer(web.StreamResponse):
         return None
 
     async def write_eof(self, data: bytes = b"") -> None:
-        self.watch(None, None)
+        self.watch()
         if not self.finished:
             self.abort()
 

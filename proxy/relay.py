@@ -21,6 +21,7 @@ from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
 from proxy.clock import Clock
 from proxy.errors import Outcome
 from proxy.front import Answer
+from proxy.lane import MARKS, Lane
 from proxy.record import Record
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.watch import Watch
@@ -37,9 +38,6 @@ from proxy.wire.streams import (
 
 MAX_BUFFERED_BYTES = 8 * 1024 * 1024
 """An unstreamed answer up to this size is looked at before it is sent; a larger one passes unseen."""
-
-MARKS = 256
-"""Times of deltas kept before they are folded into the histogram: cheaper together, and bounded."""
 
 JSON = b"application/json"
 KEEPALIVE = b": keep-alive\n\n"
@@ -78,6 +76,7 @@ class Relay:
         "_connection",
         "_headers",
         "_headers_for",
+        "_heard_at",
         "_length",
         "_marks",
         "_mode",
@@ -90,7 +89,6 @@ class Relay:
         "_watch",
         "done",
         "events_sent",
-        "heard_at",
         "streams",
     )
 
@@ -121,7 +119,7 @@ class Relay:
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._marks: list[float] = []
-        self.heard_at = 0.0
+        self._heard_at = 0.0
         self._stopped = False
         self.events_sent = False
         """Something of the answer itself reached the client: no retry from here."""
@@ -130,8 +128,8 @@ class Relay:
     def start(self, head: bytes, body: bytes) -> None:
         """Send the request and begin to watch."""
         now = self._now()
-        self._record.dispatched_at = self.heard_at = now
-        self._answer.watch(self._client_paused, self._client_resumed)
+        self._record.dispatched_at = self._heard_at = now
+        self._answer.watch(self._client_paused, self._client_resumed, self._connection.close)
         self._connection.send(head, body, self)
         paused = self._answer.paused  # an earlier answer on this connection is not read yet
         self._watch.start(now, commented=self._answer.started, paused=paused)
@@ -144,7 +142,8 @@ class Relay:
             return  # the connection may serve somebody else by now
         self._stopped = True
         self._watch.close()
-        self._answer.watch(None, None)
+        self._answer.watch()
+        self._answer.bytes_out += self._connection.sent
         self._connection.detach()
         self._note()
 
@@ -175,24 +174,13 @@ class Relay:
         else:
             self._mode = _Mode.PIPE
 
-    def chunk(self, data: bytes, start: int, stop: int) -> bool:
-        """The hot path: `data` is one HTTP chunk, and what it frames a content delta like the last one, in a stream that
-        has begun. False: it is for `data`."""
+    def between(self, lane: Lane) -> None:
+        """In a stream that has begun, what is like the delta last learned may take the lane."""
         reader = self._reader
-        if reader is None or (out := reader.framed(data, start, stop)) is None:
-            return False
-        self.heard_at = now = self._now()
-        if out is data:
-            self._answer.forward(data, start, stop)
-        elif out:
-            self._answer.push(out)
-        else:
-            return True  # held: nobody has seen it yet
-        marks = self._marks
-        marks.append(now)
-        if len(marks) == MARKS:
-            self._fold()
-        return True
+        shape = reader.passing if reader is not None and self.events_sent and not self._stopped else None
+        write = self._answer.chunk_writer()
+        if shape is not None and write is not None:
+            lane.open(shape, write, self._now, self._marks, self._fold)
 
     def data(self, piece: bytes) -> None:
         if self._reader is not None:
@@ -202,7 +190,7 @@ class Relay:
 
     def _read(self, reader: StreamReader, piece: bytes) -> None:
         """A piece of an event stream that has to be looked at."""
-        self.heard_at = now = self._now()
+        self._heard_at = now = self._now()
         try:
             out = reader.feed(piece)
         except MalformedStream as exc:
@@ -249,7 +237,7 @@ class Relay:
 
     def _unread(self, piece: bytes) -> None:
         """A piece of an answer that is no event stream of ours."""
-        self.heard_at = self._now()
+        self._heard_at = self._now()
         if self._mode is _Mode.BUFFER:
             self._buffer.append(piece)
             self._buffered += len(piece)
@@ -262,7 +250,7 @@ class Relay:
             self._answer.push(piece)
 
     def end(self) -> None:
-        self.heard_at = self._now()
+        self._heard_at = self._now()
         if self._mode is _Mode.BUFFER:
             self._connection.release()
             body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
@@ -404,6 +392,12 @@ class Relay:
     def _client_resumed(self) -> None:
         self._watch.resume()
         self._connection.resume()
+
+    @property
+    def heard_at(self) -> float:
+        """When the backend was heard last."""
+        marks = self._marks
+        return max(self._heard_at, marks[-1]) if marks else self._heard_at
 
     @property
     def over(self) -> bool:

@@ -13,6 +13,7 @@ import orjson
 
 from proxy.classify import Classified
 from proxy.clock import Clock
+from proxy.lane import Lane
 from proxy.pool import Backend
 from proxy.upstream import Headers
 from proxy.wire.errors import Api
@@ -87,8 +88,7 @@ class _Hearing:
     def head(self, status: int, headers: Headers) -> None:
         self.status = status
 
-    def chunk(self, data: bytes, start: int, stop: int) -> bool:
-        return False
+    def between(self, lane: Lane) -> None: ...
 
     def data(self, piece: bytes) -> None:
         self.parts.append(piece)

@@ -1,8 +1,8 @@
 """Connections to backends: a raw protocol, a C parser, a small pool each.
 
 Rules
-1. Everything that happens to a chunk happens inside `data_received`, synchronously: parser → sink. No task, future,
-   queue or coroutine per chunk.
+1. Everything that happens to a chunk happens inside `data_received`, synchronously: by the sink's lane (see `lane`), or
+   parser → sink. No task, future, queue or coroutine per chunk.
 2. A connection serves one exchange at a time. The exchange's `Sink` hears head, body pieces (one call a read) and
    exactly one of `end` or `lost`. After `detach` it hears nothing more.
 3. httptools leaves three gaps, closed here: 1xx arrive as whole messages (skipped), a body that ends with the
@@ -21,28 +21,27 @@ from typing import Protocol, cast
 import httptools
 
 from proxy.clock import Clock, Timer
+from proxy.lane import Lane
 
-# Sizes of chunks, spelled as everybody does: no zeros, signs or capitals that a client might read otherwise.
-_SIZES = {b"%x" % size: size for size in range(1, 4096)}
 MAX_HEAD_BYTES = 64 * 1024
 Headers = list[tuple[bytes, bytes]]
 
 
 class Sink(Protocol):
-    """Who hears an exchange. Calls come from `data_received`; none may raise."""
+    """Who hears an exchange. Calls come from `data_received`; none may raise. between: the next chunk begins with the
+    next read, and may take the lane if the sink opens it."""
 
     def head(self, status: int, headers: Headers) -> None: ...
     def data(self, piece: bytes) -> None: ...
-    def chunk(self, data: bytes, start: int, stop: int) -> bool: ...
+    def between(self, lane: Lane) -> None: ...
     def end(self) -> None: ...
     def lost(self, what: str, malformed: bool) -> None: ...
 
 
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection(Lane, asyncio.Protocol):
     """One TCP or TLS connection. `send` starts an exchange; the pool takes it back after `end`."""
 
     __slots__ = (
-        "_aligned",
         "_at_eof",
         "_chunked",
         "_complete",
@@ -67,6 +66,7 @@ class UpstreamConnection(asyncio.Protocol):
     )
 
     def __init__(self, pool: ConnectionPool) -> None:
+        super().__init__()
         self._pool = pool
         self._pieces: list[bytes] = []
         # The parser calls `on_body` for every piece: a list's own method, so that no Python runs for it.
@@ -79,7 +79,6 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_ready = self._complete = self._interim = self._surplus = False
         self._at_eof = self._reusable = False
         self._chunked = self._in_chunk = False
-        self._aligned = False  # the parser stands between two chunks
         self.transport: asyncio.Transport | None = None
         self.idle_since = 0.0
         self.reused = False
@@ -98,7 +97,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers = []
         self._head_bytes = self._status = 0
         self._head_ready = self._complete = self._at_eof = self._reusable = self.answered = False
-        self._chunked = self._in_chunk = self._aligned = False
+        self._chunked = self._in_chunk = False
+        self.forget()
         if len(body) < 16384:
             transport.write(head + body)
         else:
@@ -107,6 +107,7 @@ class UpstreamConnection(asyncio.Protocol):
     def detach(self) -> None:
         """End the exchange from our side. Unless it was complete the connection is closed at once, so that the
         backend stops generating. Nothing to do after `release` or `lost`."""
+        self.close()
         if self._sink is None:
             return
         if self._complete:  # the sink wants no more of a message that ended in this very read
@@ -148,23 +149,13 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
         self._pool.opened(self)
 
-    def data_received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
+        """Whatever did not take the lane. The parser need not see what did: before and behind a whole chunk it expects
+        the same."""
         sink = self._sink
         if sink is None or self._parser is None:
             self.abort()  # bytes that nobody asked for
             return
-        if self._aligned:
-            # The hot path: one whole HTTP chunk, spelled as everybody does, that the sink takes as it is. The parser
-            # need not see it: before and behind it, it expects the same.
-            mark = data.find(b"\r\n", 1, 5)
-            size = _SIZES.get(data[:mark])
-            if (
-                size is not None
-                and len(data) == size + mark + 4
-                and data.endswith(b"\r\n")
-                and sink.chunk(data, mark + 2, size + mark + 2)
-            ):
-                return
         self.answered = True
         try:
             self._parser.feed_data(data)
@@ -175,10 +166,11 @@ class UpstreamConnection(asyncio.Protocol):
             self._deliver(sink)  # what came before the fault is part of the answer
             self._fail(f"not HTTP: {exc}", malformed=True)
             return
-        between = self._chunked and not self._in_chunk and not self._complete
-        self._aligned = between and data.endswith(b"\n")
         if self._status:
             self._deliver(sink)
+            between = self._chunked and not (self._in_chunk or self._complete) and data.endswith(b"\n")
+            if between and self._sink is sink:
+                sink.between(self)
         else:
             # The parser holds a header until it ends, so an endless one is counted here.
             self._head_bytes += len(data)

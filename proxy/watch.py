@@ -24,9 +24,11 @@ class Watched(Protocol):
     """The attempt. heard_at: the last read. events_sent: something of the answer reached the client. streams: an event
     stream was asked for."""
 
-    heard_at: float
     events_sent: bool
     streams: bool
+
+    @property
+    def heard_at(self) -> float: ...
 
     @property
     def over(self) -> bool: ...

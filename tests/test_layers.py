@@ -13,8 +13,8 @@ SOURCES = sorted(p for top in ("proxy", "policies") for p in (ROOT / top).rglob(
 
 # Higher may import lower. A name stands for the module or package of that name.
 LAYERS = (
-    ("wire", "policies"),
-    ("errors", "config", "clock"),
+    ("wire", "policies", "_lane"),
+    ("errors", "config", "clock", "lane"),
     (
         "upstream",
         "front",

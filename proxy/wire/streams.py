@@ -3,8 +3,8 @@
 Rules
 1. `feed(data)` returns the bytes to forward. What needs no change is the very object that came in.
 2. One event is parsed to learn its shape; the events that follow it differ from it in one string only. So the
-   bytes before and after that string are remembered, and an event with the same head and tail and no quote in
-   between is known to be a content delta without parsing it: three byte comparisons. Anything else is parsed.
+   bytes before and after that string are remembered (`Shape`), and an event with the same head and tail and a string
+   in between is known to be a content delta without parsing it. Anything else is parsed.
 3. Nothing is decided here. The reader says what it saw (`content`, `finish`, `usage`, `error`, `ended`); the relay
    decides what that means.
 4. An event that is not the endpoint's shape raises `MalformedStream`: the backend's fault.
@@ -14,17 +14,34 @@ from __future__ import annotations
 
 import json
 import re
+from enum import IntEnum
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from proxy.wire.sse import EventTooLong, Splitter, fields
 
 _STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_INSIDE = re.compile(rb'[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+')
+"""The inside of a JSON string, on one line."""
 _DONE = b"[DONE]"
-_BACKSLASH = 0x5C
-_NEVER = b"\0"  # no event starts with it
+
+
+class Inside(IntEnum):
+    """Which insides of a JSON string pass unseen."""
+
+    ANY = 0  # on one line
+    TEXT = 1  # without line ends and what may open a call or code
+    ASCII = 2  # printable and without escapes
+
+
+FITS = (
+    _INSIDE.fullmatch,
+    re.compile(rb'[^"\\\n<`~]*+(?:\\["\\/bfrt][^"\\\n<`~]*+)*+').fullmatch,
+    re.compile(rb"[ !#-\[\]-~]*+").fullmatch,
+)
+"""By `Inside`: of bytes, start and stop, None if what stands there must be seen."""
 
 
 class MalformedStream(ValueError):
@@ -41,19 +58,41 @@ def _decode(data: bytes) -> Any:
             raise MalformedStream(f"event data is not JSON: {exc}") from None
 
 
+class Shape(NamedTuple):
+    """Content deltas that differ in one string only: `head`, the inside of that string, `tail`.
+
+    renamed: head and tail as the client is to see them, None: as they came. parts: gets the string where it is
+    collected; it is ASCII then.
+    """
+
+    head: bytes
+    tail: bytes
+    renamed: tuple[bytes, bytes] | None
+    inside: Inside = Inside.ANY
+    parts: list[str] | None = None
+
+    def find(self, event: bytes) -> tuple[int, int] | None:
+        """Where the string of an event stands that is of this head and tail."""
+        begin, end = len(self.head), len(event) - len(self.tail)
+        if begin >= end or not (event.startswith(self.head) and event.endswith(self.tail)):
+            return None
+        return begin, end
+
+    def forward(self, event: bytes, begin: int, end: int) -> bytes:
+        """The bytes to send for an event whose string stands there."""
+        if self.renamed is None:
+            return event
+        return self.renamed[0] + event[begin:end] + self.renamed[1]
+
+
 class StreamReader:
     """Base: framing, the learned shape, the bytes to forward. Subclasses read one decoded event."""
 
     __slots__ = (
-        "_head",
-        "_head_out",
         "_held",
+        "_shape",
         "_splitter",
-        "_start",
         "_swap",
-        "_tail",
-        "_tail_length",
-        "_tail_out",
         "content",
         "ended",
         "error",
@@ -71,10 +110,7 @@ class StreamReader:
     def __init__(self, model_swap: tuple[bytes, bytes] | None = None) -> None:
         """model_swap: (backend's name, public name), when the answer shall carry the public one."""
         self._splitter = Splitter()
-        self._head = _NEVER
-        self._tail = b""
-        self._head_out = self._tail_out = b""
-        self._start = self._tail_length = 0
+        self._shape: Shape | None = None
         self._held = False  # part of an event waits in the splitter
         self._swap = model_swap
         self.content = False
@@ -97,27 +133,20 @@ class StreamReader:
     def pending(self) -> bytes:
         return self._splitter.pending
 
-    def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
-        """`known` for an event that stands in `data[start:stop]`, without taking it out: `data` itself where the event
-        leaves as it came, else the bytes to forward; None where it is for `feed`."""
-        if self._held or not (data.startswith(self._head, start) and data.endswith(self._tail, start, stop)):
-            return None
-        begin, end = start + self._start, stop - self._tail_length
-        if (
-            begin >= end
-            or data.find(b'"', begin, end) >= 0
-            or data.find(b"\n", begin, end) >= 0
-            or data[end - 1] == _BACKSLASH
-        ):
-            return None
-        if self._swap is None:
-            return data
-        return self._head_out + data[begin:end] + self._tail_out
+    @property
+    def passing(self) -> Shape | None:
+        """The shape of what may pass without being fed, until something is fed. See rule 2."""
+        return None if self._held or self.ended else self._shape
 
     def known(self, event: bytes) -> bytes | None:
         """The bytes to forward if this is one whole content delta of the shape last learned, else None, and then it is
-        for `feed`. Sets nothing: the caller knows that content came. See rule 2."""
-        return self.framed(event, 0, len(event))
+        for `feed`. Sets nothing: the caller knows that content came."""
+        shape = self._shape
+        if shape is None or self._held or (place := shape.find(event)) is None:
+            return None
+        if FITS[shape.inside](event, *place) is None:
+            return None
+        return shape.forward(event, *place)
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to forward for whatever came. Sets what the relay looks at: `content`, `notable` …"""
@@ -219,11 +248,11 @@ class StreamReader:
             rest = _STRING_REST.match(event, at)
             if rest is None or rest.end() == at + 1:
                 continue  # empty: not the leaf that carries content
-            self._head, self._tail = event[:at], event[rest.end() - 1 :]
-            self._start, self._tail_length = at, len(self._tail)
+            head, tail = event[:at], event[rest.end() - 1 :]
+            renamed = None
             if self._swap is not None:
-                self._head_out = swap_model(self._head, *self._swap)
-                self._tail_out = swap_model(self._tail, *self._swap)
+                renamed = swap_model(head, *self._swap), swap_model(tail, *self._swap)
+            self._shape = Shape(head, tail, renamed)
             return
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from proxy.wire.coerce import SURROGATE, Joiner, Tool, Toolset
 from proxy.wire.jsonfix import SOUND, JsonRewriter
 from proxy.wire.jsonstring import End
+from proxy.wire.streams import Inside
 from proxy.wire.toolevents import (
     PASS,
     CallArguments,
@@ -209,6 +210,24 @@ class ToolEngine:
             self._slot_parts.append(text)
             return PASS
         return None
+
+    def unseen(self, leaf: str, slot: int) -> tuple[Inside, list[str] | None] | None:
+        """What strings of `leaf` ("content", "reasoning…", "arguments" of call `slot`) the engine need not see, until it
+        sees something, and the list that gets them all the same. None: it must see every one."""
+        if leaf == "arguments":
+            reader = self._reader
+            if reader is None or slot != self._slot or not reader.plain:
+                return None
+            return Inside.ASCII, self._slot_parts
+        if leaf == "content":
+            free = self._stream is None and self._quick and self._code.settled
+        else:
+            free = (
+                not (self._reasoning_is_content or self._reader or self._joiner.half) and self._thinking.free
+            )
+        if not self.armed:
+            return Inside.ANY, None
+        return (Inside.TEXT, None) if free else None
 
     def call(self, delta: CallDelta) -> list[Event] | Pass:
         """A parsed tool delta."""

@@ -2,7 +2,8 @@
 
 Rules
 1. What the engine passes leaves as the bytes that came. What it changes is encoded anew, that event only.
-2. The learned shape (see `streams`) saves the parsing, never the engine: the text of a known delta goes straight to it.
+2. The learned shape (see `streams`) saves the parsing, not the engine: the text of a known delta goes straight to it,
+   unless the engine said that such text changes nothing (`passing`).
 3. A choice's last chunk waits for the next event, since only the last finish_reason counts; `closing` and `flush`
    send what waits. `flush` is for a stream that broke: it completes nothing.
 """
@@ -17,7 +18,7 @@ import orjson
 
 from proxy.wire.chatdelta import ChatShape
 from proxy.wire.chatdelta import ChatStream as Repair
-from proxy.wire.streams import ChatStream, MalformedStream, choice_index, swap_model
+from proxy.wire.streams import ChatStream, MalformedStream, Shape, choice_index, swap_model
 from proxy.wire.toolcalls import FinishedCall, ToolEngine
 from proxy.wire.toolevents import Counters, Event, Pass
 
@@ -27,7 +28,7 @@ _LEAVES = {b'"%b":"' % key: key.decode() for key in ChatStream.leaf_keys}
 class ToolChatStream(ChatStream):
     """`/v1/chat/completions` with tools, or with an answer that has to be put right."""
 
-    __slots__ = ("_demanded", "_end", "_index", "_repair", "_say", "_slot", "_withheld")
+    __slots__ = ("_demanded", "_end", "_free", "_index", "_leaf", "_repair", "_say", "_slot", "_withheld")
 
     def __init__(
         self,
@@ -47,6 +48,8 @@ class ToolChatStream(ChatStream):
         self._withheld: list[bytes] = []
         self._end = b""
         self._say: Callable[[str], list[Event] | Pass | None] | None = None  # takes the text of a known delta
+        self._free: Shape | None = None  # what `passing` said last
+        self._leaf = ""  # its key
         self._index = 0  # its choice
         self._slot = -1  # its tool call
 
@@ -65,23 +68,42 @@ class ToolChatStream(ChatStream):
             total.add(engine.counters)
         return total
 
-    def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
-        say = self._say
+    @property
+    def passing(self) -> Shape | None:
+        shape = super().passing
+        state = self._repair.choices.get(self._index)
+        if shape is None or self._say is None or self.lacks_call or self._repair.waiting or state is None:
+            return None
+        free = state.engine.unseen(self._leaf, self._slot)
+        if free is None:
+            return None
+        found = self._free
         if (
-            say is None
+            found is None
+            or found[:2] != shape[:2]
+            or found.inside is not free[0]
+            or found.parts is not free[1]
+        ):
+            found = self._free = shape._replace(inside=free[0], parts=free[1])
+        return found
+
+    def known(self, event: bytes) -> bytes | None:
+        shape, say = self._shape, self._say
+        if (
+            shape is None
+            or say is None
             or self._held
             or self.lacks_call
             or self._repair.waiting
-            or not (data.startswith(self._head, start) and data.endswith(self._tail, start, stop))
+            or (place := shape.find(event)) is None
         ):
             return None
-        leaf = data[start + self._start : stop - self._tail_length]
-        text = _text_of(leaf)
+        text = _text_of(event[place[0] : place[1]])
         found = say(text) if text else None
         if found is None:
             return None
         if isinstance(found, Pass):
-            return data if self._swap is None else self._head_out + leaf + self._tail_out
+            return shape.forward(event, *place)
         # `say` has taken the text: there is no way back to `feed` from here.
         return self._encode(self._repair.said(self._index, found))
 
@@ -125,8 +147,9 @@ class ToolChatStream(ChatStream):
 
     def _learn(self, event: bytes) -> None:
         super()._learn(event)
-        leaf = next((name for mark, name in _LEAVES.items() if self._head.endswith(mark)), "")
-        self._say = self._repair.short_way(self._index, leaf, self._slot)
+        head = self._shape.head if self._shape is not None else b""
+        self._leaf = next((name for mark, name in _LEAVES.items() if head.endswith(mark)), "")
+        self._say = self._repair.short_way(self._index, self._leaf, self._slot)
 
     def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
         keep, teach = super()._read(payload)

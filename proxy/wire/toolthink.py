@@ -51,6 +51,11 @@ class Thinking:
     def had_calls(self) -> bool:
         return bool(self._events)
 
+    @property
+    def free(self) -> bool:
+        """Text without line ends and what may open a call or code passes and changes nothing."""
+        return not self.held and self._machine.idle and self._machine.code.settled
+
     def feed(self, text: str) -> str:
         if not self.held and self._machine.passes(text):
             return text

@@ -111,7 +111,7 @@ class Unlearned(ToolChatStream):
 
     __slots__ = ()
 
-    def framed(self, data: bytes, start: int, stop: int) -> bytes | None:
+    def known(self, event: bytes) -> bytes | None:
         return None
 
 
