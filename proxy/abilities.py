@@ -3,7 +3,8 @@
 Rules
 1. Nothing is assumed of a server by its name or version. A backend is asked when it is first needed and healthy, beside the
    requests, for one token; until it has answered it can do nothing.
-2. What it said holds for `ASK_AGAIN_SECONDS`, and until it was ejected: what comes back may be another build.
+2. What it can do holds for `LASTS_SECONDS`, and until it was ejected: what comes back may be another build. What it
+   could not do is asked again sooner: it may have been starting.
 3. Two backends can finish each other's answers only if they cut text into the same tokens: their tokenizers are compared by
    what they make of a text that has something of everything.
 """
@@ -24,7 +25,8 @@ from proxy.pool import Backend, Pool
 
 log = logging.getLogger("tierline.abilities")
 
-ASK_AGAIN_SECONDS = 300.0
+LASTS_SECONDS = 300.0
+ASK_AGAIN_SECONDS = 20.0
 TIMEOUT = 10.0
 """Seconds for each question: a token may have to wait for its turn."""
 
@@ -62,7 +64,8 @@ class Abilities:
             self._known.pop(name, None)
             return NONE
         found = self._known.get(name)
-        if found is None or self._clock.now() >= found[0] + ASK_AGAIN_SECONDS:
+        lasts = LASTS_SECONDS if found is not None and found[1].exact else ASK_AGAIN_SECONDS
+        if found is None or self._clock.now() >= found[0] + lasts:
             self._ask(backend)
         return NONE if found is None else found[1]
 

@@ -19,6 +19,7 @@ from aiohttp import web
 
 from policies.budget import Budget
 from policies.trace import TracingRouter
+from proxy.abilities import Abilities
 from proxy.access import KeyRing
 from proxy.admin import admin_app
 from proxy.classify import Classifier
@@ -72,11 +73,13 @@ class App:
         self.gate = Gate(self.clock, self.pool.fleet, _router(config), config.policy_params, rng)
         self.pool.changed = self.gate.pump
         self.metrics.waiting = self.gate.waiting
+        self.abilities = Abilities(self.clock, self.pool)
         self.gateway = Gateway(
             clock=self.clock,
             classifier=Classifier(config, self.pool, owners),
             gate=self.gate,
             tokenizer=Tokenizer(self.clock),
+            abilities=self.abilities,
             memory=Memory(),
             policy=config.policy_digest,
             keeps_decisions=config.telemetry.decisions,
@@ -129,6 +132,9 @@ class App:
             await self.close()
             raise
         self.health.start()
+        if any(tier.continuation != "off" for tier in config.tiers.values()):
+            for name in self.pool.backends:
+                self.abilities.of(name)  # asks it, beside
         if config.server.watch_config:
             self._watch = asyncio.get_running_loop().create_task(self.reloader.watch(), name="watch config")
 
@@ -191,6 +197,7 @@ class App:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await self.health.stop()
+        await self.abilities.close()
         for runner in reversed(self._runners):
             await runner.cleanup()
         await self.pool.close()

@@ -83,6 +83,11 @@ class Plan:
     """Keeps what another backend needs to go on with the answer, where it may."""
 
 
+BREAKS = frozenset(
+    {FaultKind.CUT, FaultKind.ERROR_EVENT, FaultKind.ABORTED, FaultKind.MALFORMED, FaultKind.TIMEOUT}
+)
+"""Faults of a stream's backend: what came before them is as good as ever."""
+
 FAILURES = {
     FaultKind.STALE: Failure.REUSED,
     FaultKind.CUT: Failure.CUT,

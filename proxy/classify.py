@@ -160,6 +160,12 @@ class Classifier:
                 calibration = self.calibrations[model] = Calibration()
             calibration.learn(asked.mix, tokens)
 
+    def continues(self, endpoint: Endpoint, asked: Classified) -> bool:
+        """The tier lets a broken stream of this request go on elsewhere."""
+        facts = asked.facts
+        wanted = self._config.tiers[facts.tier.name].continuation != "off"
+        return wanted and facts.stream and endpoint.generates and isinstance(asked.body, RequestBody)
+
     def prepare(
         self,
         endpoint: Endpoint,

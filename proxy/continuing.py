@@ -11,7 +11,6 @@ Rules
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 
 import orjson
@@ -22,7 +21,10 @@ from proxy.aside import post
 from proxy.attempt import Plan
 from proxy.classify import Classified
 from proxy.clock import Clock
+from proxy.errors import Outcome
+from proxy.failover import Failover
 from proxy.pool import Backend
+from proxy.record import Ending, Record
 from proxy.toolwork import raw_engine
 from proxy.wire.body import scan_object
 from proxy.wire.continuation import MOST_TORN, Transcript, torn
@@ -44,15 +46,6 @@ _TAIL = 16
 _RETURN_IDS = override("return_token_ids", True)
 
 
-class Ending(StrEnum):
-    """How it went with a broken stream whose tier lets it go on. Closed."""
-
-    WHOLE = "whole"  # the client has the whole answer
-    UNSAFE = "unsafe"  # the request, or where it broke, does not allow it
-    NOBODY = "nobody"  # no backend is left that could
-    BROKEN = "broken"  # those that went on with it broke, too
-
-
 class Stuck(Exception):
     """The answer cannot go on; `why` in a word."""
 
@@ -71,9 +64,20 @@ class Step:
 
 
 class Continuation:
-    """Of one request. legs: (backend, tokens of the answer before it) of every attempt that went on. why: it cannot."""
+    """Of one request. legs: (backend, tokens of the answer before it) of every attempt that went on. broke: the stream did,
+    in the middle. why: it cannot go on."""
 
-    __slots__ = ("_abilities", "_ability", "_asked", "_clock", "_terms", "_transcript", "legs", "why")
+    __slots__ = (
+        "_abilities",
+        "_ability",
+        "_asked",
+        "_clock",
+        "_terms",
+        "_transcript",
+        "broke",
+        "legs",
+        "why",
+    )
 
     def __init__(self, clock: Clock, abilities: Abilities, asked: Classified) -> None:
         self._clock = clock
@@ -83,6 +87,7 @@ class Continuation:
         self._terms: Terms | None = None
         self._transcript: Transcript | None = None
         self.legs: list[tuple[str, int]] = []
+        self.broke = False
         self.why: str | None = None
 
     @property
@@ -91,7 +96,7 @@ class Continuation:
         transcript = self._transcript
         return transcript is not None and transcript.begun and self.why is None
 
-    def watch(self, backend: Backend, step: Step) -> Step:
+    def _watched(self, backend: Backend, step: Step) -> Step:
         """The first leg as it is sent: with ids asked for where the answer could go on behind them."""
         self._transcript = None
         body, asked = self._asked.body, self._asked
@@ -111,13 +116,42 @@ class Continuation:
         transcript = self._transcript = Transcript(shows_usage=terms.shows_usage)
         return Step(step.target, apply(scan, [_RETURN_IDS]), replace(step.plan, transcript=transcript))
 
-    def unfit(self) -> frozenset[str]:
-        """Backends that cannot finish this answer."""
+    def after_break(self, failover: Failover) -> bool:
+        """An attempt failed, and the client has a part of the answer: whether another may go on from there."""
+        self.broke = True
         names = self._asked.route.backends
-        return frozenset([name for name in names if self._abilities.of(name) != self._ability])
+        failover.unfit = frozenset([name for name in names if self._abilities.of(name) != self._ability])
+        return self.begun
 
-    async def leg(self, backend: Backend, plan: Plan) -> Step | None:
-        """What `backend` is sent to go on; plan: of an ordinary attempt there. None: it does not answer. Raises Stuck."""
+    async def step(self, backend: Backend, step: Step) -> Step:
+        """What `backend` is sent, where an ordinary attempt would send `step`. Raises Stuck, and TimeoutError where it does
+        not answer."""
+        if not self.begun:
+            return self._watched(backend, step)
+        try:
+            return await self._leg(backend, step.plan)
+        except Stuck as stuck:
+            self.why = stuck.why
+            raise
+
+    def ending(self, outcome: Outcome) -> Ending | None:
+        """How it went; None for a stream that did not break."""
+        if not self.broke:
+            return None
+        if outcome is Outcome.OK:
+            return Ending.WHOLE
+        if self.why is not None:
+            return Ending.UNSAFE
+        return Ending.BROKEN if self.legs else Ending.NOBODY
+
+    def note(self, record: Record) -> None:
+        """What the record says of it."""
+        record.continuation = self.ending(record.outcome)
+        if record.continuation is not None:
+            record.legs, record.continuation_why = tuple(self.legs), self.why
+
+    async def _leg(self, backend: Backend, plan: Plan) -> Step:
+        """What `backend` is sent to go on; plan: of an ordinary attempt there."""
         transcript, terms = self._transcript, self._terms
         assert transcript is not None
         assert terms is not None
@@ -127,7 +161,7 @@ class Continuation:
         ids = list(transcript.ids)
         raw = await self._decoded(backend, ids)
         if raw is None:
-            return None
+            raise TimeoutError("it does not say what the ids mean")
         left = terms.left(len(ids))
         if left is not None and left < 1:
             raise Stuck("limit")

@@ -14,18 +14,18 @@ import asyncio
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-import orjson
 from aiohttp import web
 
 from policies import Decision, Failure, RequestFacts, Result, Wait
 from policies.trace import Trace
-from proxy.attempt import FAILURES, Fault, FaultKind, Plan, Reply
+from proxy.attempt import FAILURES, Fault, FaultKind, Reply
 from proxy.attempt import Result as Attempt
 from proxy.classify import Classified
+from proxy.continuing import Continuation, Step, Stuck
 from proxy.decisions import write
 from proxy.endpoints import Endpoint, api_of
 from proxy.errors import Outcome, ProxyError
-from proxy.explain import Story, attempt
+from proxy.explain import Story, header
 from proxy.failover import Failover
 from proxy.front import Answer
 from proxy.gate import Pass, Refused
@@ -39,6 +39,7 @@ from proxy.toolcheck import is_sound, violations
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.wire.answers import read_answer
 from proxy.wire.coerce import Toolset
+from proxy.wire.continuationstream import ContinuedStream
 from proxy.wire.errors import Api, ErrorInfo, render_body, render_event
 from proxy.wire.streams import swap_model
 from proxy.wire.toolcalls import FinishedCall
@@ -47,9 +48,6 @@ from proxy.wire.toolstream import ToolChatStream
 
 if TYPE_CHECKING:
     from proxy.handler import Gateway
-
-MAX_EXPLANATION = 7000
-"""Bytes; clients take headers of 8 KiB."""
 
 STOPPING = "The gateway is shutting down; please send the request again."
 
@@ -60,6 +58,7 @@ class Exchange:
     __slots__ = (
         "_calls",
         "_classifier",
+        "_continuation",
         "_ended",
         "_explains",
         "_failover",
@@ -67,6 +66,7 @@ class Exchange:
         "_headers",
         "_relay",
         "_request",
+        "_spoke",
         "_task",
         "_tools",
         "_traces",
@@ -84,7 +84,9 @@ class Exchange:
         self._classifier = gateway.classifier  # what is reloaded meanwhile is for the next one
         self._request = request
         self._relay: Relay | None = None
+        self._spoke: Relay | None = None  # the last one of which the client has an event
         self._failover: Failover | None = None
+        self._continuation: Continuation | None = None
         self._tools: Toolset | None = None
         self._calls: list[FinishedCall] = []
         self._traces: list[Trace] = []
@@ -151,6 +153,8 @@ class Exchange:
         """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
         gateway, names, record = self._gateway, asked.route.backends, self.record
         self._tools = asked.work.tools if asked.work is not None else None
+        if self._classifier.continues(endpoint, asked):
+            self._continuation = Continuation(gateway.clock, gateway.abilities, asked)
         let_in: Pass | Refused | None
         let_in = await gateway.gate.enter(asked.facts, names, asked.pinned, self._queued)
         record.admitted_at = gateway.clock.now()
@@ -168,12 +172,14 @@ class Exchange:
             finally:
                 let_in.finish(self._result(asked))
             if error is None:
+                gateway.pool.answered(backend.name)
                 return
             if failure is None:
                 raise error
             if self._failover is None:
                 self._failover = Failover(gateway, record, asked)
-            events_sent = self._relay is not None and self._relay.events_sent
+            goes_on = self._continuation
+            events_sent = self._spoke is not None and not (goes_on and goes_on.after_break(self._failover))
             shared = not self._credentials(backend)
             let_in = await self._failover.after(
                 backend, error, failure, events_sent=events_sent, shared=shared
@@ -233,6 +239,15 @@ class Exchange:
         failures = self._failover.failures if self._failover is not None else []
         nudged = Failure.NO_CALL in failures
         body, plan = self._classifier.prepare(endpoint, asked, backend, timeouts, self.record, nudged=nudged)
+        step = Step(self.target, body, plan)
+        if self._continuation is not None:
+            try:
+                step = await self._continuation.step(backend, step)
+            except TimeoutError as exc:
+                return unreachable(backend.name, exc), Failure.CONNECT
+            except Stuck:
+                assert self._failover is not None  # for what broke
+                return self._failover.error, None
         fresh = failures[-1:] == [Failure.REUSED]
         connection = None if fresh else backend.connections.take()
         if connection is None:
@@ -243,32 +258,30 @@ class Exchange:
                 return unreachable(backend.name, exc), Failure.CONNECT
         request = self._request
         head = request_head(
-            (request.method, self.target),
+            (request.method, step.target),
             request.raw_headers,
             self.record.request_id,
             backend.spec,
-            len(body),
+            len(step.body),
             credentials=self._credentials(backend),
         )
-        result = await self._exchange(connection, head, body, plan, let_in)
+        result = await self._exchange(connection, head, step, let_in)
         if result.reply is not None:
-            gateway.pool.answered(backend.name)
             return self._reply(backend, result.reply, endpoint, asked)
         if result.fault is not None:
             error = fault_error(backend.name, result.fault)
             if result.fault.kind is FaultKind.ERROR_EVENT:
                 return error, failure_of(error)
             return error, FAILURES.get(result.fault.kind)
-        gateway.pool.answered(backend.name)
         # A Responses stream says itself, in its last event, that it failed: told as it came, counted as it is.
         failed = endpoint.api is Api.RESPONSES and self.record.finish_reason == "failed"
         self.end(Outcome.UPSTREAM_ERROR if failed else Outcome.OK, "response.failed" if failed else None)
         return None, None
 
     async def _exchange(
-        self, connection: UpstreamConnection, head: bytes, body: bytes, plan: Plan, let_in: Pass
+        self, connection: UpstreamConnection, head: bytes, step: Step, let_in: Pass
     ) -> Attempt:
-        gateway = self._gateway
+        gateway, plan = self._gateway, step.plan
         relay = self._relay = Relay(
             gateway.clock,
             connection,
@@ -279,11 +292,12 @@ class Exchange:
             let_in.first_token,
         )
         try:
-            relay.start(head, body)
+            relay.start(head, step.body)
             result = await relay.done
         finally:
             relay.stop()
-            if isinstance(relay.reader, ToolChatStream):
+            self._spoke = relay if relay.events_sent else self._spoke
+            if isinstance(relay.reader, ToolChatStream | ContinuedStream):
                 self._count_tools(relay.reader.counters(), relay.reader.calls)
         if plan.api is Api.RESPONSES and relay.response_id is not None and self.record.backend is not None:
             gateway.owners.learn(relay.response_id, self.record.backend)
@@ -361,10 +375,7 @@ class Exchange:
         """`x-tierline-explain: 1`, asked with the admin key: what was decided, as JSON in a header."""
         if not self._explains or not self._traces:
             return []
-        text = orjson.dumps([attempt(trace) for trace in self._traces])
-        if len(text) > MAX_EXPLANATION:
-            text = b'"too long for a header: GET /admin/explain/%b"' % self.record.request_id.encode()
-        return [(b"x-tierline-explain", text)]
+        return [(b"x-tierline-explain", header(self.record.request_id, self._traces))]
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -395,7 +406,8 @@ class Exchange:
             headers.append((b"content-type", b"application/json"))
             answer.send(error.status, headers, render_body(self.api, info, record.request_id))
         elif self._relay is not None and self._relay.in_band and error.outcome is not Outcome.CLIENT_TIMEOUT:
-            answer.finish(render_event(self.api, info, self._relay.next_sequence))
+            held = self._spoke.held() if self._spoke is not None else b""
+            answer.finish(held + render_event(self.api, info, self._relay.next_sequence))
         else:
             answer.abort()
 
@@ -422,6 +434,8 @@ class Exchange:
         """Close the record: exactly once, whatever the end."""
         record, gateway = self.record, self._gateway
         record.bytes_out = self.answer.bytes_out
+        if self._continuation is not None:
+            self._continuation.note(record)
         if self.answer.started and not self.answer.finished:
             self.answer.abort()
         if self._traces:
@@ -430,4 +444,4 @@ class Exchange:
         gateway.metrics.observe(record, derived)
         gateway.recorder.add(record, derived)
         # The relay and the task hold this exchange, too: without the circle a long body is freed at once.
-        self._relay = self._task = None
+        self._relay = self._spoke = self._task = None

@@ -10,11 +10,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
+import orjson
+
 from policies.frozen import frozen
 from policies.trace import Trace
 from policies.types import BackendView
 
 KEPT = 256
+MAX_HEADER = 7000
+"""Bytes; clients take headers of 8 KiB."""
 
 
 @frozen
@@ -51,6 +55,14 @@ class Memory:
     def find(self, request_id: str) -> dict[str, object] | None:
         story = self._stories.get(request_id)
         return None if story is None else explained(request_id, story)
+
+
+def header(request_id: str, traces: Sequence[Trace]) -> bytes:
+    """What was decided, as JSON for a header."""
+    text = orjson.dumps([attempt(trace) for trace in traces])
+    if len(text) > MAX_HEADER:
+        text = b'"too long for a header: GET /admin/explain/%b"' % request_id.encode()
+    return text
 
 
 def explained(request_id: str, story: Story) -> dict[str, object]:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Failover:
-    """Of one request. error: what the client is told if nothing follows."""
+    """Of one request. error: what the client is told if nothing follows. unfit: backends that cannot take it now."""
 
-    __slots__ = ("_asked", "_attempts", "_gateway", "_record", "error")
+    __slots__ = ("_asked", "_attempts", "_gateway", "_record", "error", "unfit")
 
     def __init__(self, gateway: Gateway, record: Record, asked: Classified) -> None:
         self._gateway = gateway
@@ -34,6 +34,7 @@ class Failover:
         self._asked = asked
         self._attempts = Attempts(gateway.retry)
         self.error: ProxyError | None = None
+        self.unfit: frozenset[str] = frozenset()
 
     @property
     def failures(self) -> list[Failure]:
@@ -97,7 +98,7 @@ class Failover:
         return self._gateway.gate.again(
             asked.facts,
             asked.route.backends,
-            tried=attempts.tried,
+            tried=attempts.tried | self.unfit,
             pinned=asked.pinned,
             larger_than=attempts.larger_than,
         )

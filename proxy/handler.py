@@ -18,6 +18,7 @@ from aiohttp import web
 
 from policies import RetryParams
 from policies.budget import Budget
+from proxy.abilities import Abilities
 from proxy.access import KeyRing
 from proxy.classify import Classifier
 from proxy.clock import Clock
@@ -45,6 +46,7 @@ class Gateway:
     classifier: Classifier
     gate: Gate
     tokenizer: Tokenizer
+    abilities: Abilities
     memory: Memory
     policy: str
     """Digest of the active one."""

@@ -150,6 +150,7 @@ class Metrics(Collector):
         self._drops: dict[tuple[str, str], int] = {}
         self._shed: dict[tuple[str, str], int] = {}
         self._failures: dict[tuple[str, str], int] = {}
+        self._continuations: dict[tuple[str, str], int] = {}
         self._cancelled = dict.fromkeys(CancelPhase, 0)
         self.retries_denied = 0
         """Retries that were due and not made: the budget was spent."""
@@ -221,6 +222,9 @@ class Metrics(Collector):
             self._observe_tools(record)
         if record.attempts > 1:
             series.retries += record.attempts - 1
+        if record.continuation is not None:
+            what = (_known(record.tier, self._tiers), record.continuation.value)
+            self._continuations[what] = self._continuations.get(what, 0) + 1
 
     def _observe_tools(self, record: Record) -> None:
         counts = self._tools.setdefault(_known(record.backend, self._backends), {})
@@ -268,6 +272,12 @@ class Metrics(Collector):
             "Retries that were due and not made: their budget was spent.",
             (),
             [((), self.retries_denied)],
+        )
+        yield _counter(
+            "tierline_continuations",
+            "Streams that broke in the middle and might go on elsewhere, by how that went.",
+            ("tier", "ending"),
+            self._continuations.items(),
         )
         yield _counter(
             "tierline_decisions",

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import NamedTuple
 
 import orjson
@@ -37,6 +38,15 @@ MAX_TEXT = 200  # characters that are kept of each text in such a line
 _WHOLE = frozenset({Outcome.OK, Outcome.UPSTREAM_REJECTED})
 
 
+class Ending(StrEnum):
+    """How it went with a broken stream whose tier lets it go on. Closed."""
+
+    WHOLE = "whole"  # the client has the whole answer
+    UNSAFE = "unsafe"  # the request, or where it broke, does not allow it
+    NOBODY = "nobody"  # no backend is left that could
+    BROKEN = "broken"  # those that went on with it broke, too
+
+
 @dataclass(slots=True, eq=False)
 class Record:
     """One request. Times: monotonic seconds, None until (or unless) that point was reached.
@@ -47,6 +57,8 @@ class Record:
     error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from admission), predicted_tpot: what was
     expected of the backend that was chosen, in tokens and seconds.
     failures: backend and kind of every attempt that failed, in order.
+    continuation: how it went with a stream that broke and might go on; continuation_why: what did not allow it. legs:
+    backend and tokens of the answer so far, of every attempt that went on with it.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
     first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
@@ -70,6 +82,9 @@ class Record:
     drops: tuple[Drop, ...] = ()
     attempts: int = 0
     failures: tuple[tuple[str, Failure], ...] = ()
+    continuation: Ending | None = None
+    continuation_why: str | None = None
+    legs: tuple[tuple[str, int], ...] = ()
     tenant: str | None = None
     session_hash: str | None = None
     conversation: str | None = None
@@ -228,6 +243,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "drops": {drop.backend: drop.reason for drop in record.drops},
         "attempts": record.attempts,
         "failures": [{"backend": name, "failure": failure} for name, failure in record.failures],
+        "continuation": _continuation(record),
         "tenant": record.tenant,
         "session": record.session_hash,
         "conversation": record.conversation,
@@ -266,6 +282,13 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "bytes_out": record.bytes_out,
         "decisions": record.decisions,
     }
+
+
+def _continuation(record: Record) -> dict[str, object] | None:
+    if record.continuation is None:
+        return None
+    legs = [{"backend": name, "after_tokens": tokens} for name, tokens in record.legs]
+    return {"ending": record.continuation, "why": record.continuation_why, "legs": legs}
 
 
 def _text(value: object) -> object:

@@ -17,12 +17,13 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
 
-from proxy.attempt import Fault, FaultKind, Plan, Reply, Result
+from proxy.attempt import BREAKS, Fault, FaultKind, Plan, Reply, Result
 from proxy.clock import Clock
 from proxy.errors import Outcome
 from proxy.front import Answer
 from proxy.lane import MARKS, Lane
 from proxy.record import Record
+from proxy.tap import Tap
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.watch import Watch
 from proxy.wire.answers import read_usage
@@ -118,7 +119,8 @@ class Relay:
         self._length: int | None = None
         self._buffer: list[bytes] = []
         self._buffered = 0
-        self._marks: list[float] = []
+        before = record.last_delta_at  # of a stream that this one goes on with
+        self._marks: list[float] = [] if before is None else [before]
         self._heard_at = 0.0
         self._stopped = False
         self.events_sent = False
@@ -128,9 +130,12 @@ class Relay:
     def start(self, head: bytes, body: bytes) -> None:
         """Send the request and begin to watch."""
         now = self._now()
-        self._record.dispatched_at = self._heard_at = now
+        self._heard_at = now
+        if self._record.first_delta_at is None:  # else it goes on with what another began
+            self._record.dispatched_at = now
         self._answer.watch(self._client_paused, self._client_resumed, self._connection.close)
-        self._connection.send(head, body, self)
+        transcript = self._plan.transcript
+        self._connection.send(head, body, self if transcript is None else Tap(transcript, self))
         paused = self._answer.paused  # an earlier answer on this connection is not read yet
         self._watch.start(now, commented=self._answer.started, paused=paused)
         if paused:
@@ -204,6 +209,8 @@ class Relay:
                 self._commit(b"".join((*self._buffer, out)))
             else:
                 self._buffer.append(out)  # comments before the first event commit nothing
+            if self._plan.transcript is not None and self.events_sent:
+                self._plan.transcript.sent(out)
         if reader.content:
             reader.content = False
             if out:  # else it is held, and nobody has seen it yet
@@ -319,6 +326,10 @@ class Relay:
     def _close(self, reader: StreamReader) -> None:
         """The answer is whole: send what it still lacks, and its end."""
         last = reader.closing()
+        transcript = self._plan.transcript
+        if transcript is not None and transcript.usable and reader.usage is None:
+            reader.usage = transcript.usage()
+            last = transcript.closing(last)
         if not self.events_sent and last:
             self._commit(last)
             last = b""
@@ -345,8 +356,13 @@ class Relay:
     def _finish(self, result: Result) -> None:
         if self.done.done():
             return
-        if result.fault is not None and self.events_sent and self._reader is not None:
-            self._answer.push(self._reader.flush())  # held text is never lost
+        fault, reader = result.fault, self._reader
+        if fault is not None and self.events_sent and reader is not None:
+            if self._plan.transcript is None:
+                self._answer.push(reader.flush())  # held text is never lost
+            elif fault.kind in BREAKS and reader.complete():
+                self._close(reader)  # all of it came; what broke is the connection
+                return
         self.stop()
         self.done.set_result(result)
 
@@ -361,6 +377,12 @@ class Relay:
         usage = read_usage(reader.usage)
         record.prompt_tokens, record.completion_tokens = usage.prompt, usage.completion
         record.cached_tokens, record.finish_reason = usage.cached, reader.finish_reason
+
+    def held(self) -> bytes:
+        """Text of a stream that broke and could have gone on, held for what would have followed."""
+        if self._plan.transcript is None or self._reader is None:
+            return b""
+        return self._reader.flush()
 
     @property
     def in_band(self) -> bool:

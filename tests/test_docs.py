@@ -26,7 +26,7 @@ from proxy.admin import admin_app
 from proxy.config import loads
 from proxy.errors import Outcome
 from proxy.pool import Backend, Pool
-from proxy.record import Record, line
+from proxy.record import Ending, Record, line
 from proxy.wire import errors as wire_errors
 from tests.fake_clock import FakeClock
 
@@ -198,6 +198,7 @@ def full() -> dict[str, object]:
         outcome=Outcome.OK,
         status=200,
         drops=(Drop("b", DropReason.FULL),),
+        continuation=Ending.WHOLE,
     )
     made.gaps.add(0.5)
     return json.loads(line(made, made.close(12.0)))

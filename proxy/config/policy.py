@@ -54,6 +54,7 @@ class TierConfig(Section):
     slo: SloConfig = SloConfig()
     spill: Literal["sooner", "full", "never"] = "sooner"
     last_resort: bool = False
+    continuation: Literal["off", "exact"] = "off"
 
     def tier(self, name: str) -> Tier:
         slo = None

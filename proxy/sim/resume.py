@@ -30,11 +30,21 @@ def resumed(ask: Ask, seed: int, room: int, tokenizer: Tokenizer) -> Plan | None
     at += 0 if thinking else len(_NO_THINKING)
     asked, begun = ask.prompt[:at], ask.prompt[at:]
     whole = plan(_chat(asked, thinking), 0, seed, 1 << 30, tokenizer, Dialect.QWEN3_XML)
-    raw = "".join(piece.text for piece in whole.pieces).encode()
-    if not raw.startswith(begun):
+    if not "".join(piece.text for piece in whole.pieces).encode().startswith(begun):
         return None
-    rest = Piece(Kind.CONTENT, raw[len(begun) :].decode("utf-8", "replace"))
-    return limited([rest], replace(ask, min_tokens=0), min(room, ask.max_tokens or room), tokenizer, "stop")
+    rest = _behind(whole.pieces, len(begun))
+    return limited(rest, replace(ask, min_tokens=0), min(room, ask.max_tokens or room), tokenizer, "stop")
+
+
+def _behind(pieces: tuple[Piece, ...], size: int) -> list[Piece]:
+    """What is left of the pieces behind `size` bytes, as raw text: the same tokens, as long as those before it were."""
+    rest = []
+    for piece in pieces:
+        text = piece.text.encode()
+        if len(text) > size:
+            rest.append(Piece(Kind.CONTENT, text[size:].decode("utf-8", "replace")))
+        size = max(0, size - len(text))
+    return rest
 
 
 def _chat(prompt: bytes, thinking: bool) -> Ask:

@@ -27,7 +27,6 @@ MAX_KEPT = 64 * 1024
 # Inside a string a quote is escaped: behind `{` or `,` it opens a key.
 _IDS = re.compile(rb'([{,]\s*"(prompt_token_ids|token_ids)"\s*:\s*)(\[[\d\s,]*\])')
 _FINISH = re.compile(rb'[{,]\s*"finish_reason"\s*:\s*"(\w+)"')
-_NO_CHOICE = re.compile(rb'[{,]\s*"choices"\s*:\s*\[\s*\]')
 _THOUGHTS = ("reasoning", "reasoning_content")
 _NOT_REPEATED = frozenset({"choices", "usage", "prompt_token_ids", "prompt_text"})
 
@@ -146,7 +145,7 @@ class Transcript:
         stripped = _IDS.sub(take, event)
         if (finish := _FINISH.search(stripped)) is not None:
             self.finish = finish[1].decode()
-        elif not taken and b'"choices"' in event and not _NO_CHOICE.search(event):
+        elif not taken and _speaks(event):
             self.intact = False
         return stripped
 
@@ -198,6 +197,17 @@ class Transcript:
                 self._said.add(orjson.loads(text))
             except (ValueError, TypeError, AttributeError):  # more than orjson reads, or a shape nobody knows
                 self.intact = False
+
+
+def _speaks(event: bytes) -> bool:
+    """An event with something for the client in it. What cannot be read is nobody's text: the reader refuses it."""
+    _, data = fields(event)
+    said = Said()
+    try:
+        said.add(orjson.loads(data or b"{}"))
+    except (ValueError, TypeError, AttributeError):
+        return False
+    return bool(said.content or said.reasoning or said.calls)
 
 
 def torn(text: str) -> bool:

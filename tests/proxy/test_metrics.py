@@ -17,7 +17,7 @@ from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
 from proxy.config import loads
 from proxy.errors import Outcome
 from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Metrics
-from proxy.record import Record, Recorder, measures
+from proxy.record import Ending, Record, Recorder, measures
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
@@ -95,9 +95,15 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return samples(metrics).get((name, tuple(sorted(labels.items()))))
 
 
+def gone_on() -> Record:
+    record = streamed()
+    record.continuation = Ending.WHOLE
+    return record
+
+
 def everything() -> Metrics:
     """At least one sample of every metric."""
-    metrics = observed(streamed(), streamed(Outcome.CANCELLED))
+    metrics = observed(streamed(), streamed(Outcome.CANCELLED), gone_on())
     metrics.shed("fast", ShedReason.TOO_LATE)
     metrics.failed("fp8", Failure.CUT)
     metrics.waiting = lambda: {("fast", 0): 2}

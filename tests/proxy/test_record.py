@@ -12,7 +12,17 @@ import pytest
 from policies.retry import Failure
 from policies.types import Drop, DropReason
 from proxy.errors import Outcome
-from proxy.record import MAX_LINE_BYTES, FileWriter, Measures, Record, Recorder, line, measures, write_all
+from proxy.record import (
+    MAX_LINE_BYTES,
+    Ending,
+    FileWriter,
+    Measures,
+    Record,
+    Recorder,
+    line,
+    measures,
+    write_all,
+)
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
 from tests.fake_clock import FakeClock
@@ -163,7 +173,8 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "failures", "tenant", "session", "conversation", "policy", "stream", "tools", "outcome", "status",
+    "drops", "attempts", "failures", "continuation", "tenant", "session", "conversation", "policy", "stream", "tools",
+    "outcome", "status",
     "error", "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
     "prompt_tokens_error", "prompt_tokens", "completion_tokens", "cached_tokens", "cached_tokens_estimate",
     "predicted_wait_seconds", "predicted_ttft_seconds", "predicted_tpot_seconds",
@@ -210,7 +221,7 @@ def test_every_field_of_a_record_reaches_its_line():
     for name in Record.__slots__:
         if name in marks:
             continue
-        record = replace(plain)
+        record, without = replace(plain), before
         old = getattr(record, name)
         setattr(
             record, name, {bool: True, int: 7, tuple: (Drop("x", DropReason.FULL),)}.get(type(old), 1234.5)
@@ -219,6 +230,11 @@ def test_every_field_of_a_record_reaches_its_line():
             setattr(record, name, "text")
         if name == "failures":
             record.failures = (("x", Failure.CUT),)
+        if name in ("continuation", "continuation_why", "legs"):
+            record = replace(plain, continuation=Ending.UNSAFE)
+            without = json.loads(line(record, measures(record)))
+            value = {"continuation": Ending.WHOLE, "continuation_why": "seed", "legs": (("x", 3),)}[name]
+            setattr(record, name, value)
         if name == "tool_counts":
             record.tool_counts = Counters(xml=2)
         if name == "history_repairs":
@@ -227,7 +243,7 @@ def test_every_field_of_a_record_reaches_its_line():
             record.path = "/other"
         if name == "time":
             record.time = 5.0
-        assert json.loads(line(record, measures(record))) != before, name
+        assert json.loads(line(record, measures(record))) != without, name
 
 
 def test_text_that_a_client_chose_is_bounded_and_never_breaks_a_line():
