@@ -67,6 +67,11 @@ def collapsed(facts: RequestFacts, backend: BackendView, params: RouterParams) -
     return DropReason.COLLAPSED if backend.collapsed else None
 
 
+def suspect(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """In doubt, until a trial shows that it can answer. That no other can take the request is the router's to see."""
+    return DropReason.SUSPECT if backend.suspect else None
+
+
 def unhealthy(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
     """Ejected after failures; only a probe brings it back."""
     return None if backend.healthy else DropReason.UNHEALTHY
@@ -108,6 +113,7 @@ FILTERS: tuple[Filter, ...] = (
     spill,
     prompt_too_long,
     collapsed,
+    suspect,
     unhealthy,
     draining,
     kv_full,
@@ -126,7 +132,7 @@ def drop_reason(facts: RequestFacts, backend: BackendView, params: RouterParams)
     window = backend.window_tokens
     if (
         backend.healthy
-        and not (backend.draining or backend.held or backend.collapsed or backend.remote)
+        and not (backend.draining or backend.held or backend.collapsed or backend.suspect or backend.remote)
         and backend.in_flight < backend.max_in_flight
         and (window is None or facts.prompt.low <= window)
         and not backend.waiting

@@ -183,9 +183,17 @@ class Fleet:
         self.version += 1
 
     def set_state(
-        self, now: float, name: str, *, healthy: bool | None = None, draining: bool | None = None
+        self,
+        now: float,
+        name: str,
+        *,
+        healthy: bool | None = None,
+        suspect: bool | None = None,
+        draining: bool | None = None,
     ) -> None:
         state = self.states[name]
+        if suspect is not None:
+            state.suspect = suspect
         if healthy is not None:
             if healthy and not state.healthy:
                 state.healthy_since = now
@@ -288,6 +296,7 @@ class Fleet:
             state.turn,
             cached,
             forecast,
+            state.suspect,
         )
 
     def cached(self, state: State, facts: RequestFacts, talk: Talk | None) -> float:

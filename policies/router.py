@@ -16,6 +16,7 @@ from policies.filters import drop_reason
 from policies.params import RouterParams
 from policies.ranking import Ranking
 from policies.types import (
+    LOAD_REASONS,
     BackendView,
     ChooseReason,
     Decision,
@@ -32,6 +33,7 @@ _TIE = 1e-9
 """Totals closer than this are equal: the order of float additions must not decide."""
 
 _NONE_TRIED: frozenset[str] = frozenset()
+_DOUBTS = frozenset({DropReason.COLLAPSED, DropReason.SUSPECT})
 
 
 class Router:
@@ -75,7 +77,7 @@ class Router:
             else:
                 drops.append(Drop(view.name, reason))
         if not left:
-            left = _slow_but_there(facts, views, drops, params)
+            left = _doubtful_but_there(facts, views, drops, params)
         left = _reserve(facts, left, drops)
         if not left:
             return Decision(None, None, tuple(drops))
@@ -118,20 +120,34 @@ def _attempt_drop(
     return None
 
 
-def _slow_but_there(
+def _doubtful_but_there(
     facts: RequestFacts, views: Sequence[BackendView], drops: list[Drop], params: RouterParams
 ) -> list[BackendView]:
-    """Those dropped for nothing but a collapse, when no other can take the request now: slow beats an error, or a wait."""
-    collapsed = {drop.backend for drop in drops if drop.reason is DropReason.COLLAPSED}
-    if not collapsed:
+    """Those dropped for nothing but a doubt, when no other can take the request now.
+
+    A collapse: slow beats an error, or a wait. A suspicion is over in a moment: who waits for a place elsewhere waits on.
+    """
+    doubted = {drop.backend for drop in drops if drop.reason in _DOUBTS}
+    if not doubted:
         return []
-    left = [
-        view
-        for view in views
-        if view.name in collapsed and drop_reason(facts, replace(view, collapsed=False), params) is None
-    ]
+    left, others = [], {}
+    for view in views:
+        if view.name in doubted:
+            reason = drop_reason(facts, replace(view, collapsed=False, suspect=False), params)
+            if reason is None:
+                left.append(view)
+            else:
+                others[view.name] = reason  # what stands in the way besides
+    trusted = [view for view in left if not view.suspect]
+    if not trusted and any(drop.reason in LOAD_REASONS for drop in drops):
+        return []
+    left = trusted or left
     names = {view.name for view in left}
-    drops[:] = [drop for drop in drops if drop.backend not in names]
+    drops[:] = [
+        Drop(drop.backend, others.get(drop.backend, drop.reason) if not left else drop.reason)
+        for drop in drops
+        if drop.backend not in names
+    ]
     return left
 
 

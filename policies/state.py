@@ -50,6 +50,7 @@ class State:
     def __init__(self, member: Member, params: PolicyParams) -> None:
         self.healthy = True
         self.healthy_since: float | None = None
+        self.suspect = False
         self.draining = False
         self.full_until = 0.0
         self.in_flight_tokens = 0
@@ -110,6 +111,11 @@ class State:
         head = next(iter(self.pending.values()))
         left = head.start - (now - max(head.begun, self._progress))
         return self._pending_seconds - head.start + (left if left > 0 else min(60.0, -0.5 * left))
+
+    @property
+    def ahead(self) -> float:
+        """Seconds of prefill that were predicted for the requests there without a first token."""
+        return self._pending_seconds
 
     def starts(self, prompt: float, cached: float) -> tuple[float, float]:
         """(warm, cold) seconds of a prompt, uncorrected."""

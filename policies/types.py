@@ -17,6 +17,7 @@ class DropReason(StrEnum):
     """Why a filter dropped a backend: log field, metric label and what a 503 tells the client. Closed."""
 
     UNHEALTHY = "unhealthy"
+    SUSPECT = "suspect"  # in doubt until a trial; only for what no other can take
     DRAINING = "draining"
     PROMPT_TOO_LONG = "prompt_too_long"
     KV_FULL = "kv_full"
@@ -182,6 +183,7 @@ class BackendView:
     speculates: drafts tokens. collapsed: speculation is broken at this request's context. remote: not ours; a last
     resort. held: admission says not now. turn: number of the last request that went there, of all: the lowest has
     waited longest. cached_tokens: of this request's prompt, estimated. forecast: for this request; None: nobody knows.
+    suspect: in doubt until a trial.
     """
 
     name: str
@@ -205,6 +207,7 @@ class BackendView:
     turn: int = 0
     cached_tokens: float = 0.0
     forecast: Forecast | None = None
+    suspect: bool = False
 
 
 @frozen

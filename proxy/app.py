@@ -64,6 +64,7 @@ class App:
             self.clock,
             config.health.breaker,
             config.policy_params,
+            config.health.trial_timeout,
         )
         self.metrics = Metrics(config, self.pool.snapshot, self.recorder)
         on_data = config.admin.metrics_on in ("data", "both")

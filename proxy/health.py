@@ -6,9 +6,11 @@ Rules
    decided here.
 2. A backend without these paths works: `/v1/models` is the probe, its numbers stay unknown and are asked for
    again only now and then.
-3. Every request has a deadline, every body a bound, no redirect is followed. Nothing that a backend answers
+3. A backend in doubt is asked for one token (a trial), at its sink's wish: whatever it answers but a 5xx, nothing or a
+   refusal of our own key shows that it can answer.
+4. Every request has a deadline, every body a bound, no redirect is followed. Nothing that a backend answers
    ends a poller: a fault of our own is logged and the next round comes.
-4. Details name what happened, never a URL, a key or a body.
+5. Details name what happened, never a URL, a key or a body.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from proxy.wire.promtext import EngineMetrics, read_metrics
 log = logging.getLogger("tierline.health")
 
 MODELS_PATH = "/v1/models"
+COMPLETIONS_PATH = "/v1/completions"
 PROPS_PATH = "/props"
 MAX_BODY_BYTES = 4 << 20
 # Rounds until a path that the backend does not have is asked for again: it may be restarted as something else.
@@ -50,6 +53,16 @@ class HealthSink(Protocol):
 
     def busy(self, name: str) -> bool:
         """Whether requests of ours run there."""
+        ...
+
+    def trial_due(self, name: str) -> float | None:
+        """Seconds that a trial may take; None: none is wanted."""
+        ...
+
+    def tried(self, name: str, ok: bool, detail: str, now: float) -> None: ...
+
+    def model(self, name: str) -> str | None:
+        """Its name for the model, as far as it is known."""
         ...
 
 
@@ -134,6 +147,15 @@ class Watch:
         await self._poll()
         if not self._known:
             await self._discover()
+        if (seconds := self._sink.trial_due(self.name)) is not None:
+            ok, detail = await self._trial(seconds)
+            self._sink.tried(self.name, ok, detail, self._clock.now())
+
+    async def _trial(self, seconds: float) -> tuple[bool, str]:
+        ask = {"model": self._sink.model(self.name) or "", "prompt": "1", "max_tokens": 1}
+        status, _, detail = await self._ask("POST", COMPLETIONS_PATH, seconds, ask)
+        refused = status in (401, 403) and bool(self._headers)
+        return status is not None and status < 500 and not refused, detail
 
     async def _probe(self) -> tuple[bool, str]:
         path = self._backend.health_path
@@ -178,17 +200,27 @@ class Watch:
             self._sink.discovered(self.name, window, model)
 
     async def _get(self, path: str) -> tuple[int | None, bytes, str]:
+        return await self._ask("GET", path, self._timeout)
+
+    async def _ask(
+        self, method: str, path: str, seconds: float, body: object = None
+    ) -> tuple[int | None, bytes, str]:
         """(status, body, what happened); status None when there was no whole answer."""
         try:
             async with (
-                self._clock.timeout_at(self._clock.now() + self._timeout),
-                self._session.get(
-                    self._base + path, headers=self._headers, ssl=self._tls, allow_redirects=False
+                self._clock.timeout_at(self._clock.now() + seconds),
+                self._session.request(
+                    method,
+                    self._base + path,
+                    json=body,
+                    headers=self._headers,
+                    ssl=self._tls,
+                    allow_redirects=False,
                 ) as response,
             ):
                 return response.status, await _bounded(response), f"status {response.status}"
         except TimeoutError:
-            return None, b"", f"no answer within {self._timeout:g} s"
+            return None, b"", f"no answer within {seconds:g} s"
         except aiohttp.ClientConnectorCertificateError:
             return None, b"", "its certificate is not trusted"
         except aiohttp.ClientConnectorError as error:

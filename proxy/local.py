@@ -20,7 +20,7 @@ Page = tuple[int, Headers, bytes]
 _JSON = (b"content-type", b"application/json")
 _NOTHING = ContextEstimate(0, 0, 0)
 # What passes by itself or is nobody's fault: a full backend is still able to serve.
-_PASSING = frozenset({DropReason.FULL, DropReason.KV_FULL})
+_PASSING = frozenset({DropReason.FULL, DropReason.KV_FULL, DropReason.SUSPECT})
 
 
 class Local:

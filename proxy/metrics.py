@@ -27,6 +27,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from policies.breaker import HealthState
 from policies.calibrate import ContentKind
 from policies.retry import Failure
 from policies.types import ChooseReason, Decision, DropReason, ShedReason
@@ -41,7 +42,7 @@ from proxy.wire.toolrequest import HistoryRepairs
 
 UNKNOWN = "unknown"
 NONE = "none"
-BACKEND_STATES = ("healthy", "draining", "ejected")
+BACKEND_STATES = ("healthy", "draining", *(state.value for state in HealthState if state != "healthy"))
 
 DIALECTS = ("xml", "json", "guided", "parsed")
 TOOL_KINDS = (

@@ -14,7 +14,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from policies import Fleet, Member, PolicyParams, Polled, RequestFacts
-from policies.breaker import BreakerParams, Health, HealthState, on_failure, on_probe, on_success
+from policies.breaker import (
+    COUNTED,
+    Answers,
+    BreakerParams,
+    Health,
+    HealthState,
+    is_outlier,
+    may_spare,
+    on_failure,
+    on_probe,
+    on_success,
+    on_trial,
+)
 from policies.profile import Profile
 from policies.retry import Failure
 from policies.state import State
@@ -88,6 +100,7 @@ class Backend:
     """One backend, live."""
 
     __slots__ = (
+        "answers",
         "connections",
         "draining",
         "health",
@@ -104,6 +117,7 @@ class Backend:
         self.spec = spec
         self.connections = connections
         self.health = Health()
+        self.answers = Answers()
         self.draining = False
         self.metrics: EngineMetrics | None = None
         self.polled_at: float | None = None
@@ -120,10 +134,9 @@ class Backend:
 
     @property
     def state(self) -> str:
-        """For people and metrics: draining, ejected or healthy."""
-        if self.health.state is HealthState.EJECTED:
-            return "ejected"
-        return "draining" if self.draining else "healthy"
+        """For people and metrics: what its health is, or draining."""
+        state = self.health.state
+        return "draining" if self.draining and state is HealthState.HEALTHY else state.value
 
     @property
     def in_flight(self) -> int:
@@ -170,7 +183,9 @@ class Pool:
         clock: Clock,
         breaker: BreakerParams,
         params: PolicyParams | None = None,
+        trial_seconds: float = 10.0,
     ) -> None:
+        self._trial_seconds = trial_seconds
         self.backends = {backend.name: backend for backend in backends}
         self._clock = clock
         self._breaker = breaker
@@ -206,15 +221,28 @@ class Pool:
     # -- what requests tell -------------------------------------------------------------------------------------
 
     def answered(self, name: str) -> None:
+        """Whole, to the end."""
         backend = self.backends[name]
         backend.health = on_success(backend.health)
+        backend.answers.add(self._clock.now(), ok=True)
 
     def failed(self, name: str, failure: Failure) -> None:
+        """In whatever way; only what the breaker counts is held against it."""
+        if failure not in COUNTED:
+            return
         backend = self.backends[name]
         before = backend.health
         now = self._clock.now()
-        backend.health = on_failure(before, failure, now, self._breaker)
+        backend.answers.add(now, ok=False)
+        peers = [other.answers for other in self.backends.values() if other is not backend]
+        outlier = is_outlier(now, backend.answers, peers, self._breaker)
+        spare = self._may_spare()
+        backend.health = on_failure(before, failure, now, self._breaker, outlier=outlier, spare=spare)
         self._tell(backend, before, failure.value, now)
+
+    def _may_spare(self) -> bool:
+        out = sum([not backend.health.healthy for backend in self.backends.values()])
+        return may_spare(out, len(self.backends), self._breaker)
 
     def full(self, name: str, seconds: float) -> None:
         """It takes no more for so long, it says."""
@@ -243,6 +271,21 @@ class Pool:
         backend.health = on_probe(before, ok, now, self._breaker)
         self._tell(backend, before, detail, now)
 
+    def trial_due(self, name: str) -> float | None:
+        """Seconds that a trial may take: what is ahead of it there comes first. None: none is wanted."""
+        if not (self._breaker.trials and self.backends[name].health.wants_trial):
+            return None
+        return self._trial_seconds + self.fleet.states[name].ahead
+
+    def tried(self, name: str, ok: bool, detail: str, now: float) -> None:
+        backend = self.backends[name]
+        before = backend.health
+        backend.health = on_trial(before, ok, now, self._breaker)
+        self._tell(backend, before, f"trial: {detail}", now)
+
+    def model(self, name: str) -> str | None:
+        return self.backends[name].served_model
+
     def discovered(self, name: str, window_tokens: int | None, served_model: str | None) -> None:
         backend = self.backends[name]
         if backend.spec.window_tokens is None and window_tokens:
@@ -261,9 +304,12 @@ class Pool:
 
     def _tell(self, backend: Backend, before: Health, why: str, now: float) -> None:
         if before.state is not backend.health.state:
-            level = logging.WARNING if before.healthy else logging.INFO
-            log.log(level, "backend %s is %s (%s)", backend.name, backend.health.state.value, why)
-            self.fleet.set_state(now, backend.name, healthy=backend.health.healthy)
+            health = backend.health
+            level = logging.INFO if health.state is HealthState.HEALTHY else logging.WARNING
+            log.log(level, "backend %s is %s (%s)", backend.name, health.state.value, why)
+            if health.healthy and not before.healthy:
+                backend.answers = Answers()  # what it was like is not what it is now
+            self.fleet.set_state(now, backend.name, healthy=health.healthy, suspect=health.suspect)
             self.changed()
 
     # -- PoolAdmin ----------------------------------------------------------------------------------------------
@@ -304,7 +350,7 @@ class Pool:
                     "prefix_queries": metrics.prefix_queries if metrics is not None else None,
                     "connections": backend.connections.open_connections,
                     "tool_integrity": round(backend.integrity, 4),
-                    "failures_in_a_row": backend.health.failures,
+                    "failures_in_a_row": backend.health.failures + backend.health.errors,
                     "remote": view.remote,
                     **{key: round(figures[view.name][key], 4) for key in FIGURES},
                 }

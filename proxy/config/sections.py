@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -45,6 +45,7 @@ from proxy.config.values import (
     Seconds,
     SecondsOrOff,
     SecretRef,
+    Share,
     Tokens,
     Weight,
     Whole,
@@ -242,10 +243,18 @@ class Health(Section):
     timeout: Seconds = 2.0
     failures_to_eject: Count = 3
     successes_to_return: Count = 2
+    eject_seconds: SecondsOrOff = 5.0
+    most_eject_seconds: SecondsOrOff = 60.0
+    ejected_share: Share = 0.5
+    outlier_margin: Share = 0.3
+    outlier_answers: Count = 10
+    trials: bool = True
+    trial_timeout: Seconds = 10.0
 
     @property
     def breaker(self) -> BreakerParams:
-        return BreakerParams(self.failures_to_eject, self.successes_to_return)
+        names = (field.name for field in fields(BreakerParams))
+        return BreakerParams(**{name: getattr(self, name) for name in names})
 
 
 class Telemetry(Section):

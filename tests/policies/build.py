@@ -67,6 +67,8 @@ def _any_view(rng: Random) -> BackendView:
         waiting=rng.choice([None, 0, 1, 9]),
         kv_usage=rng.choice([None, 0.0, 0.5, 0.95, 1.0]),
         polled_age=rng.choice([None, 0.0, 1.0, 4.9, 5.0, 60.0]),
+        suspect=rng.random() < 0.1,
+        collapsed=rng.random() < 0.1,
     )
 
 

@@ -110,6 +110,7 @@ def test_each_filter_is_named_after_its_reason_and_stands_in_the_table() -> None
         "spill",
         "prompt_too_long",
         "collapsed",
+        "suspect",
         "unhealthy",
         "draining",
         "kv_full",

@@ -140,6 +140,38 @@ def test_exact_does_not_go_to_a_remote_of_less_quality() -> None:
     assert choose(ask(exact), views).backend is None
 
 
+def test_a_suspect_gets_what_no_other_can_take_and_nobody_else() -> None:
+    doubted, well = backend("doubted", suspect=True), backend("well", in_flight=30)
+    decision = choose(ask(), [doubted, well])
+    assert (decision.backend, decision.drops) == ("well", (Drop("doubted", DropReason.SUSPECT),))
+    for gone in ({"healthy": False}, {"draining": True}, {"window_tokens": 1}):
+        assert choose(ask(), [doubted, replace(well, **gone)]).backend == "doubted", gone
+    assert choose(ask(), [doubted]).backend == "doubted"
+    assert choose(ask(EXACT), [doubted, replace(well, reference=True)]).backend == "well"
+    assert choose(ask(EXACT), [doubted, replace(well, reference=True, healthy=False)]).backend is None
+
+
+@pytest.mark.parametrize("doubt", [{"suspect": True}, {"collapsed": True}])
+def test_a_doubtful_one_that_is_full_says_so_when_there_is_no_other(doubt: dict[str, bool]) -> None:
+    decision = choose(ask(), [backend("a", in_flight=32, **doubt), backend("b", healthy=False)])
+    assert decision.drops == (Drop("a", DropReason.FULL), Drop("b", DropReason.UNHEALTHY))
+    assert decision.only_full()
+
+
+def test_nobody_is_sent_to_a_suspect_because_the_others_are_full_for_the_moment() -> None:
+    doubted, well = backend("doubted", suspect=True), backend("well")
+    for busy in ({"in_flight": 32}, {"held": True}):
+        decision = choose(ask(), [doubted, replace(well, **busy)])
+        assert decision.backend is None
+        assert decision.only_full()
+
+
+def test_of_the_doubtful_the_slow_one_comes_before_the_suspect() -> None:
+    views = [backend("doubted", suspect=True), backend("collapsed", collapsed=True, in_flight=9)]
+    assert choose(ask(), views).backend == "collapsed"
+    assert choose(ask(), [replace(views[0], collapsed=True), views[1]]).backend == "collapsed"
+
+
 def test_a_collapsed_backend_is_used_when_no_other_can_take_the_request_now() -> None:
     views = [backend("collapsed", collapsed=True), backend("well", in_flight=31)]
     decision = choose(ask(), views)

@@ -62,8 +62,8 @@ def test_every_parameter_is_named_with_its_default(params: object) -> None:
     for field in fields(params):  # type: ignore[arg-type]
         default = getattr(params, field.name)
         said = re.findall(rf"`(?:\w+\.)*{field.name}` \(?([\d.]*\d)", PAGE)
-        if isinstance(default, tuple):
-            assert f"`{field.name}`" in PAGE
+        if isinstance(default, tuple | bool):
+            assert re.search(rf"`(?:\w+\.)*{field.name}`", PAGE)
             continue
         assert said, field.name
         assert {float(number) for number in said} == {float(default)}, field.name

@@ -392,7 +392,8 @@ async def test_in_a_storm_only_a_share_of_the_requests_is_tried_twice(
     make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend
 ) -> None:
     clock = FakeClock()
-    config = CONFIG + "[policy.retry]\nbackoff_seconds = 0\nbudget_floor = 0.2\n"
+    patient = QUIET + "failures_to_eject = 1000\n" + LEAST_LOAD
+    config = patient + "[policy.retry]\nbackoff_seconds = 0\nbudget_floor = 0.2\n"
     gateway = await make_gateway(backend, other, config=config, per_backend=A_FIRST, clock=clock)
     await polled(gateway)
     backend.default = other.default = lambda request: error_json(500, "broken")

@@ -24,6 +24,8 @@ class Sink:
         self.found: list[tuple[int | None, str | None]] = []
         self.probed = asyncio.Event()
         self.runs = False
+        self.due: float | None = None
+        self.trials: list[tuple[bool, str]] = []
 
     def polled(self, name: str, metrics: EngineMetrics, now: float) -> None:
         self.metrics.append(metrics)
@@ -37,6 +39,15 @@ class Sink:
 
     def busy(self, name: str) -> bool:
         return self.runs
+
+    def trial_due(self, name: str) -> float | None:
+        return self.due
+
+    def tried(self, name: str, ok: bool, detail: str, now: float) -> None:
+        self.trials.append((ok, detail))
+
+    def model(self, name: str) -> str | None:
+        return "tiny"
 
 
 class Server:
@@ -316,6 +327,60 @@ class Ticking(FakeClock):
     async def round_over(self) -> None:
         await asyncio.wait_for(self.between.wait(), 5)
         self.between.clear()
+
+
+# -- trials
+
+
+TRIAL = {"model": "tiny", "prompt": "1", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("status", "extra", "good"),
+    [(200, "", True), (400, "", True), (404, "", True), (422, "", True), (429, "", True)]
+    + [(500, "", False), (503, "", False), (401, "", True), (401, 'key = "env:KEY"', False)],
+)
+async def test_a_backend_in_doubt_is_asked_for_one_token(watched, status, extra, good):
+    asked = []
+
+    async def completions(request):
+        asked.append(await request.json())
+        return web.Response(status=status, body=b"{}")
+
+    _, sink, poll = await watched(VLLM_PAGES | {"/v1/completions": completions}, extra=extra)
+    await poll()
+    assert asked == []
+    sink.due = 5.0
+    await poll()
+    assert asked == [TRIAL]
+    assert sink.trials == [(good, f"status {status}")]
+
+
+async def test_a_trial_has_its_own_time(watched):
+    clock = FakeClock()
+    arrived = asyncio.Event()
+
+    async def silent(request):
+        arrived.set()
+        await asyncio.Event().wait()
+
+    _, sink, poll = await watched(VLLM_PAGES | {"/v1/completions": silent}, clock=clock)
+    sink.due = 7.5
+    task = asyncio.ensure_future(poll())
+    await arrived.wait()
+    clock.advance(7.4)
+    await asyncio.sleep(0)
+    assert not task.done()
+    clock.advance(0.2)
+    await task
+    assert sink.trials == [(False, "no answer within 7.5 s")]
+
+
+async def test_who_fails_the_probe_gets_no_trial(watched):
+    server, sink, poll = await watched(VLLM_PAGES | {"/health": (503, b"")})
+    sink.due = 5.0
+    await poll()
+    assert (sink.trials, server.asked["/v1/completions"]) == ([], 0)
 
 
 async def test_rounds_go_on_at_the_interval_until_stopped_whatever_the_sink_does(caplog):

@@ -286,7 +286,7 @@ def test_gauges_are_what_the_snapshot_says_when_scraped_and_absent_when_unknown(
     assert value(metrics, "tierline_backend_kv_usage_ratio", backend="fp8") == 0.25
     assert value(metrics, "tierline_backend_kv_usage_ratio", backend="bf16") is None
     states = {s: value(metrics, "tierline_backend_state", backend="bf16", state=s) for s in BACKEND_STATES}
-    assert states == {"healthy": 0, "draining": 0, "ejected": 1}
+    assert states == {"healthy": 0, "draining": 0, "suspect": 0, "ejected": 1, "returning": 0}
 
 
 def test_dropped_records_are_the_recorders_own_number():
