@@ -358,11 +358,14 @@ class Relay:
             return
         fault, reader = result.fault, self._reader
         if fault is not None and self.events_sent and reader is not None:
-            if self._plan.transcript is None:
-                self._answer.push(reader.flush())  # held text is never lost
-            elif fault.kind in BREAKS and reader.complete():
+            plan = self._plan
+            # The count that the client is owed, where it asked for it.
+            counted = plan.transcript is not None or plan.hide_usage or reader.usage is not None
+            if fault.kind in BREAKS and counted and reader.complete():
                 self._close(reader)  # all of it came; what broke is the connection
                 return
+            if plan.transcript is None:
+                self._answer.push(reader.flush())  # held text is never lost
         self.stop()
         self.done.set_result(result)
 

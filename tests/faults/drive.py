@@ -429,7 +429,7 @@ class Player:
             if cell.fault is Fault.SIGTERM:
                 a.answer(answer(stream=cell.stream))
             else:
-                a.greet(steps)
+                a.greet(*[steps] * (1 if cell.spare else 3))
         elif cell.phase is Phase.SEND:
             pause, resume = (
                 Call(lambda: a.connections[-1].transport.pause_reading()),
@@ -442,9 +442,11 @@ class Player:
                 a.greet([pause, Call(self.reached.set), WaitFor(self.seen), *late, resume])
                 a.answer(answer(stream=cell.stream))
             else:
-                a.greet([pause, *steps])
-        else:
+                a.greet(*[[pause, *steps]] * (1 if cell.spare else 3))
+        elif cell.phase is Phase.REUSE or cell.spare:
             a.answer(steps)
+        else:
+            a.answer(steps, steps, steps)  # whoever asks it again meets the same
 
     async def _act(self, client: Connection) -> None:
         """What is not the backend's doing: the client, the signal, and a port that is closed."""
@@ -509,7 +511,7 @@ class Player:
         if cell.fault is Fault.REFUSE:
             a.stop_listening()
         if cell.fault in (Fault.TOO_MANY, Fault.BROKEN):
-            a.answer(_before_the_head(cell.fault, cell.stream, Call(self._die)))
+            a.answer(*[_before_the_head(cell.fault, cell.stream, Call(self._die))] * (1 if cell.spare else 3))
         if cell.fault is Fault.DEATH:
             self._die()
         self.over.set()

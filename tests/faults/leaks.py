@@ -81,6 +81,9 @@ class Leaks:
     async def of(cls, gateway: Gateway, backends: Sequence[ScriptedBackend] = ()) -> Self:
         """Now, once what polls left open is closed: it is no part of any request."""
         await _close_idle(backends)
+        await eventually(lambda: "RequestHandler.start" not in tasks(), "clients to close their connections")
+        pools = [backend.connections for backend in gateway.app.pool.backends.values()]
+        await eventually(lambda: not any(pool.open_connections for pool in pools), "the pools to notice")
         return cls(gateway, backends)
 
     def __init__(self, gateway: Gateway, backends: Sequence[ScriptedBackend] = ()) -> None:
@@ -99,13 +102,14 @@ class Leaks:
     async def none_left(self) -> None:
         """Once the clients have closed their connections. Ends idle connections to the backends."""
         await eventually(lambda: counts(self._gateway) == self._counts, f"the counts to fall: {self.left()}")
-        await eventually(lambda: tasks() == self._tasks, f"the tasks to end: {tasks() - self._tasks}")
+        await eventually(lambda: not tasks() - self._tasks, f"the tasks to end: {tasks() - self._tasks}")
         await _close_idle(self._backends)
         for backend in self._gateway.app.pool.backends.values():  # to a backend that is not one of these
             for connection in tuple(backend.connections._idle):
                 connection.abort()
         await eventually(lambda: self._open() == self._pooled, "connections to backends to be closed")
-        gc.collect()
+        if self.more():
+            gc.collect()
         await eventually(lambda: not self.more(), f"descriptors: {self.more()}")
 
     def left(self) -> Counts:
@@ -123,6 +127,9 @@ class Leaks:
 
 
 async def _close_idle(backends: Sequence[ScriptedBackend]) -> None:
-    for backend in backends:
-        backend.close_idle()
-    await eventually(lambda: all(b.open_connections == 0 for b in backends), "idle connections to be closed")
+    def closed() -> bool:
+        for backend in backends:
+            backend.close_idle()
+        return all(backend.open_connections == 0 for backend in backends)
+
+    await eventually(closed, "idle connections to be closed")

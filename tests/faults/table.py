@@ -134,7 +134,7 @@ malformed     -     E       E    E       E     I     I    I    S    E
 truncated     -     -       E    E       E     I     I    I    S    E
 bad framing   -     -       E    E       E     I     I    I    S    E
 abort         -     -       -    E       E     I     I    I    -    E
-error event   -     -       -    E       E     I     I    I    I    E
+error event   -     -       -    E       E     I     I    I    S    E
 death         E     E       E    E       E     I     I    I    S    E
 client gone   C     C       C    C       C     C     C    C    C    C
 SIGTERM       S     -       S    S       S     S     S    S    S    S
@@ -151,7 +151,7 @@ malformed     -     O       O    O       O     I     I    I    S    O
 truncated     -     -       O    O       O     I     I    I    S    O
 bad framing   -     -       O    O       O     I     I    I    S    O
 abort         -     -       -    O       O     I     I    I    -    O
-error event   -     -       -    O       O     I     I    I    I    O
+error event   -     -       -    O       O     I     I    I    S    O
 death         O     O       O    O       O     I     I    I    S    O
 client gone   C     C       C    C       C     C     C    C    C    C
 SIGTERM       S     -       S    S       S     S     S    S    S    S

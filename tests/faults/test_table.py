@@ -22,20 +22,9 @@ SHARE = 3
 def params() -> list[Any]:
     """The cells; all but a third are for `make test-all`."""
     return [
-        pytest.param(cell, id=str(cell), marks=[*_pending(cell), *([pytest.mark.slow] if n % SHARE else [])])
+        pytest.param(cell, id=str(cell), marks=[pytest.mark.slow] if n % SHARE else [])
         for n, cell in enumerate(CELLS)
     ]
-
-
-def _pending(cell: Cell) -> list[pytest.MarkDecorator]:
-    """What is being built: the end in the table is the one that has to be."""
-    if cell.spare and cell.end is End.OTHER:
-        return [pytest.mark.xfail(strict=False, reason="retries on another backend are being built")]
-    if cell.phase is Phase.LAST_EVENT and cell.stream and cell.end is End.SAME:
-        return [
-            pytest.mark.xfail(strict=False, reason="a finished answer that lacks its [DONE] is told as cut")
-        ]
-    return []
 
 
 @pytest.mark.parametrize("cell", params())
