@@ -4,7 +4,8 @@ and trials found (active) go into the same one.
     healthy   --[connects and probes that failed, in a row]--> ejected
     healthy   --[answers that failed, in a row; no progress]--> suspect: gets what no other can take, until the trial
     healthy   --[an outlier: fails far more often than its peers]--> ejected
-    suspect   --[trial good]--> healthy     --[trial bad; doubted again before it answered anybody]--> ejected
+    suspect   --[trial good]--> healthy     --[trial bad]--> ejected
+    healthy   --[answers that failed in a row, again, and none between that did not]--> ejected
     ejected   --[its time is over, good probes in a row]--> healthy, or returning if it had been doubted
     returning --[trial good]--> healthy     --[trial bad]--> ejected, for twice as long
 
@@ -136,19 +137,20 @@ def on_failure(
     health = replace(health, errors=health.errors + 1)
     if outlier and spare:
         return _eject(health, now, params)
-    if health.errors >= params.failures_to_eject and not health.suspect:
-        return on_suspicion(health, now, params, spare=spare)
-    return health
+    if health.errors < params.failures_to_eject or health.suspect:
+        return health
+    if spare and (health.doubts or not params.trials):
+        return _eject(health, now, params)  # a good trial did not help
+    return Health(HealthState.SUSPECT, now, doubts=health.doubts + 1)
 
 
 def on_suspicion(health: Health, now: float, params: BreakerParams, *, spare: bool = True) -> Health:
-    """Its answers failed in a row, or nothing comes of what it does. The first time a trial says more; if that was good
-    and it is in doubt again before it answered anybody, it is out."""
+    """Nothing comes of what it does. A good trial refutes that, however often: it may be one stream only."""
     if health.state is not HealthState.HEALTHY:
         return health
-    if spare and (health.doubts or not params.trials):
+    if spare and not params.trials:
         return _eject(health, now, params)
-    return Health(HealthState.SUSPECT, now, doubts=health.doubts + 1)
+    return Health(HealthState.SUSPECT, now, errors=health.errors, doubts=max(1, health.doubts))
 
 
 def on_probe(health: Health, ok: bool, now: float, params: BreakerParams) -> Health:

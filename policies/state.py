@@ -117,6 +117,14 @@ class State:
         """Seconds of prefill that were predicted for the requests there without a first token."""
         return self._pending_seconds
 
+    def waited(self, now: float) -> tuple[float, float | None]:
+        """(seconds that the request whose turn it is has waited for its first token, what was predicted for it). None:
+        there is none, or nothing measured to go by."""
+        if not self.pending or not self.measured:
+            return 0.0, None
+        head = next(iter(self.pending.values()))
+        return now - max(head.begun, self._progress), head.start
+
     def starts(self, prompt: float, cached: float) -> tuple[float, float]:
         """(warm, cold) seconds of a prompt, uncorrected."""
         return self.speed.warm(prompt, cached), self.speed.cold(prompt, cached)

@@ -65,6 +65,7 @@ class App:
             config.health.breaker,
             config.policy_params,
             config.health.trial_timeout,
+            config.health.progress,
         )
         self.metrics = Metrics(config, self.pool.snapshot, self.recorder)
         on_data = config.admin.metrics_on in ("data", "both")
@@ -99,6 +100,7 @@ class App:
             metrics=self.metrics,
             recorder=self.recorder,
         )
+        self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
         self.metrics.estimate_errors = self._estimate_errors
         self.health = HealthPoller(config, self.clock, self.pool)
         self._server: Server | None = None

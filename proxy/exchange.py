@@ -179,11 +179,9 @@ class Exchange:
             if self._failover is None:
                 self._failover = Failover(gateway, record, asked)
             goes_on = self._continuation
-            events_sent = self._spoke is not None and not (goes_on and goes_on.after_break(self._failover))
+            sent = self._spoke is not None and not (goes_on and goes_on.after_break(self._failover))
             shared = not self._credentials(backend)
-            let_in = await self._failover.after(
-                backend, error, failure, events_sent=events_sent, shared=shared
-            )
+            let_in = await self._failover.after(backend, error, failure, events_sent=sent, shared=shared)
             if let_in is None:
                 raise self._failover.error or error
             record.backoff_seconds += gateway.clock.now() - started
@@ -311,6 +309,19 @@ class Exchange:
         elif self._task is not None:
             self._task.cancel()
 
+    def heard(self) -> float | None:
+        """When the stream that runs was last heard. None: none does, or its client does not read it."""
+        relay = self._relay
+        if relay is None or relay.over or not relay.events_sent or self.answer.paused:
+            return None
+        return relay.heard_at
+
+    def give_up(self, since: float) -> None:
+        """The attempt that runs fails, unless something came since then."""
+        relay = self._relay
+        if relay is not None and not relay.over and relay.heard_at <= since and not self.answer.paused:
+            relay.fault(FaultKind.TIMEOUT, Outcome.UPSTREAM_TIMEOUT, "it makes no progress")
+
     def _credentials(self, backend: Backend) -> bool:
         """The client's own pass only where neither side has keys; the admin key never does."""
         return not self._gateway.keys and backend.spec.key is None and not self._explains
@@ -360,22 +371,23 @@ class Exchange:
         self._calls = calls
 
     def _client_headers(self, status: int, upstream: Headers) -> Headers:
-        record = self.record
-        ours = [
-            *self._headers,
-            (b"x-tierline-backend", (record.backend or "").encode()),
-            (b"x-tierline-tier", (record.tier or "").encode()),
-            (b"x-tierline-reason", (record.reason or "").encode()),
-            (b"x-tierline-attempts", b"%d" % record.attempts),
-        ]
-        record.status = status
-        return response_headers(upstream, ours + self._explanation())
+        self.record.status = status
+        return response_headers(upstream, self._own_headers())
 
-    def _explanation(self) -> Headers:
-        """`x-tierline-explain: 1`, asked with the admin key: what was decided, as JSON in a header."""
-        if not self._explains or not self._traces:
-            return []
-        return [(b"x-tierline-explain", header(self.record.request_id, self._traces))]
+    def _own_headers(self) -> Headers:
+        """What an answer says of the choices that were made for it."""
+        record, out = self.record, self._headers.copy()
+        if record.backend is not None:
+            out.append((b"x-tierline-backend", record.backend.encode()))
+        if record.tier is not None:
+            out.append((b"x-tierline-tier", record.tier.encode()))
+        if record.reason is not None:
+            out.append((b"x-tierline-reason", record.reason.encode()))
+        if record.attempts:
+            out.append((b"x-tierline-attempts", b"%d" % record.attempts))
+        if self._explains and self._traces:  # `x-tierline-explain: 1`, asked with the admin key
+            out.append((b"x-tierline-explain", header(record.request_id, self._traces)))
+        return out
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -396,9 +408,7 @@ class Exchange:
             if not self._request.content.is_eof():
                 answer.close_behind()  # whether the rest of the body will follow nobody knows
             record.status = error.status
-            headers = error_headers(
-                error.upstream_headers, [*self._headers, *self._tierline_headers(), *self._explanation()]
-            )
+            headers = error_headers(error.upstream_headers, self._own_headers())
             headers += [(name.encode(), value.encode()) for name, value in error.headers]
             if self._failover is not None and self._failover.final:
                 headers = [pair for pair in headers if pair[0].lower() != b"x-should-retry"]
@@ -410,14 +420,6 @@ class Exchange:
             answer.finish(held + render_event(self.api, info, self._relay.next_sequence))
         else:
             answer.abort()
-
-    def _tierline_headers(self) -> Headers:
-        record = self.record
-        pairs = (("backend", record.backend), ("tier", record.tier), ("reason", record.reason))
-        out = [(f"x-tierline-{name}".encode(), value.encode()) for name, value in pairs if value is not None]
-        if record.attempts:
-            out.append((b"x-tierline-attempts", b"%d" % record.attempts))
-        return out
 
     def _remember(self) -> None:
         """What was decided: for whoever asks, and in the record if that is wanted."""

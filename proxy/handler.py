@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 
@@ -95,6 +95,18 @@ class Gateway:
         """End every running answer with an error: the gateway stops."""
         for exchange in tuple(self.exchanges):
             exchange.interrupt()
+
+    def streams(self, backend: str) -> Iterator[float]:
+        """When each stream of this backend that has begun, and whose client reads, was last heard."""
+        for exchange in self.exchanges:
+            if exchange.record.backend == backend and (heard := exchange.heard()) is not None:
+                yield heard
+
+    def give_up(self, backend: str, since: float) -> None:
+        """It answers nobody: what runs there and was not heard since then fails now, not when its time is over."""
+        for exchange in tuple(self.exchanges):
+            if exchange.record.backend == backend:
+                exchange.give_up(since)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, from accept to record."""

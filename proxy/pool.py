@@ -25,9 +25,11 @@ from policies.breaker import (
     on_failure,
     on_probe,
     on_success,
+    on_suspicion,
     on_trial,
 )
 from policies.profile import Profile
+from policies.progress import ProgressParams, Signs, stuck
 from policies.retry import Failure
 from policies.state import State
 from policies.types import BackendView, ContextEstimate, Tier
@@ -106,10 +108,12 @@ class Backend:
         "health",
         "integrity",
         "metrics",
+        "moved_at",
         "polled_at",
         "served_model",
         "spec",
         "state_of",
+        "stuck",
         "window_tokens",
     )
 
@@ -121,6 +125,10 @@ class Backend:
         self.draining = False
         self.metrics: EngineMetrics | None = None
         self.polled_at: float | None = None
+        self.moved_at: float | None = None
+        """When its token counters were last seen to move, or it to be idle; None: it has no counters that say."""
+        self.stuck = False
+        """It is in doubt because nothing came of what it did."""
         profile = spec.profile
         self.window_tokens = spec.window_tokens or (profile.window_tokens if profile is not None else None)
         self.served_model = spec.model
@@ -184,8 +192,14 @@ class Pool:
         breaker: BreakerParams,
         params: PolicyParams | None = None,
         trial_seconds: float = 10.0,
+        progress: ProgressParams | None = None,
     ) -> None:
         self._trial_seconds = trial_seconds
+        self._progress = progress or ProgressParams()
+        self.streams: Callable[[str], Iterable[float]] = lambda name: ()
+        """When each of our streams there that has begun, and whose client reads, was last heard."""
+        self.give_up: Callable[[str, float], None] = lambda name, since: None
+        """Told of a backend that answers nobody: what was not heard since then is not waited for."""
         self.backends = {backend.name: backend for backend in backends}
         self._clock = clock
         self._breaker = breaker
@@ -257,6 +271,8 @@ class Pool:
 
     def polled(self, name: str, metrics: EngineMetrics, now: float) -> None:
         backend = self.backends[name]
+        if _moved(backend.metrics, metrics):
+            backend.moved_at = now
         backend.metrics, backend.polled_at = metrics, now
         self._found(now)
         self.fleet.polled(now, name, numbers(metrics))
@@ -273,15 +289,40 @@ class Pool:
 
     def trial_due(self, name: str) -> float | None:
         """Seconds that a trial may take: what is ahead of it there comes first. None: none is wanted."""
+        self._look(name)
         if not (self._breaker.trials and self.backends[name].health.wants_trial):
             return None
         return self._trial_seconds + self.fleet.states[name].ahead
+
+    def _look(self, name: str) -> None:
+        """Whether it gets anywhere."""
+        backend, now = self.backends[name], self._clock.now()
+        before = backend.health
+        if before.state is not HealthState.HEALTHY:
+            return
+        state, known = self.fleet.states[name], now - before.since  # a trial showed that it was well then
+        heard, moved = max(self.streams(name), default=None), backend.moved_at
+        late, expected = state.waited(now)
+        signs = Signs(
+            None if heard is None else min(known, now - heard),
+            None if moved is None else min(known, now - moved),
+            min(known, late),
+            expected,
+            state.ahead,
+        )
+        sign = stuck(signs, self._progress)
+        if sign is not None:
+            backend.health = on_suspicion(before, now, self._breaker, spare=self._may_spare())
+            backend.stuck = True
+            self._tell(backend, before, sign.value, now)
 
     def tried(self, name: str, ok: bool, detail: str, now: float) -> None:
         backend = self.backends[name]
         before = backend.health
         backend.health = on_trial(before, ok, now, self._breaker)
         self._tell(backend, before, f"trial: {detail}", now)
+        if before.suspect and backend.stuck and not ok:
+            self.give_up(name, before.since)
 
     def model(self, name: str) -> str | None:
         return self.backends[name].served_model
@@ -309,6 +350,8 @@ class Pool:
             log.log(level, "backend %s is %s (%s)", backend.name, health.state.value, why)
             if health.healthy and not before.healthy:
                 backend.answers = Answers()  # what it was like is not what it is now
+            if health.state is HealthState.HEALTHY:
+                backend.stuck = False
             self.fleet.set_state(now, backend.name, healthy=health.healthy, suspect=health.suspect)
             self.changed()
 
@@ -368,6 +411,16 @@ def numbers(metrics: EngineMetrics) -> Polled:
         _whole(metrics.spec_draft_tokens),
         _whole(metrics.spec_accepted_tokens),
     )
+
+
+def _moved(before: EngineMetrics | None, now: EngineMetrics) -> bool:
+    """Whether its token counters can be seen to move, or it is idle. Only vLLM counts while it generates (and only vLLM
+    counts preemptions): others count when a request ends, so that standing still says nothing."""
+    if now.preemptions is None or now.generation_tokens is None:
+        return False
+    if before is None or not now.running:
+        return True
+    return (before.generation_tokens, before.prompt_tokens) != (now.generation_tokens, now.prompt_tokens)
 
 
 def _whole(value: float | None) -> int | None:

@@ -164,9 +164,14 @@ def chat_json(
 
 
 def metrics_page(
-    *, running: float = 0, waiting: float = 0, kv_usage: float = 0.0, model: str = "tiny"
+    *,
+    running: float = 0,
+    waiting: float = 0,
+    kv_usage: float = 0.0,
+    generated: int | None = None,
+    model: str = "tiny",
 ) -> list[Step]:
-    """vLLM's /metrics, as far as routing reads it."""
+    """vLLM's /metrics, as far as routing reads it; generated: tokens, of the counters only with it."""
     labels = f'{{engine="0",model_name="{model}"}}'
     text = (
         "# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
@@ -179,6 +184,13 @@ def metrics_page(
         "# TYPE vllm:kv_cache_usage_perc gauge\n"
         f"vllm:kv_cache_usage_perc{labels} {float(kv_usage)}\n"
     )
+    if generated is not None:
+        text += (
+            "# TYPE vllm:generation_tokens_total counter\n"
+            f"vllm:generation_tokens_total{labels} {float(generated)}\n"
+            "# TYPE vllm:num_preemptions_total counter\n"
+            f"vllm:num_preemptions_total{labels} 0.0\n"
+        )
     return whole(text.encode(), content_type="text/plain; version=0.0.4; charset=utf-8")
 
 

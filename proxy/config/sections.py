@@ -23,11 +23,13 @@ from policies import BreakerParams, Tier
 from policies import profile as profiles
 from policies.params import PolicyParams
 from policies.profile import Profile
+from policies.progress import ProgressParams
 from proxy.config import rules
 from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
 from proxy.config.values import (
     AbsolutePath,
     Array,
+    AtLeastOne,
     BaseUrl,
     Bits,
     Bytes,
@@ -250,11 +252,17 @@ class Health(Section):
     outlier_answers: Count = 10
     trials: bool = True
     trial_timeout: Seconds = 10.0
+    stuck_seconds: SecondsOrOff = 20.0
+    overdue_factor: AtLeastOne = 4.0
 
     @property
     def breaker(self) -> BreakerParams:
         names = (field.name for field in fields(BreakerParams))
         return BreakerParams(**{name: getattr(self, name) for name in names})
+
+    @property
+    def progress(self) -> ProgressParams:
+        return ProgressParams(self.stuck_seconds, self.overdue_factor)
 
 
 class Telemetry(Section):

@@ -100,8 +100,9 @@ DOUBTED, BACK = HealthState.SUSPECT, HealthState.RETURNING
         ("cccpp", Health(UP, since=5), "who only was not there needs no trial"),
         ("u", Health(DOUBTED, since=1, doubts=1), "no progress: a trial"),
         ("ut", Health(UP, since=2, doubts=1), "which was good"),
-        ("utu", Health(OUT, since=3, doubts=2, until=13), "no progress again"),
-        ("utU", Health(DOUBTED, since=3, doubts=2), "but for the share"),
+        ("utu", Health(DOUBTED, since=3, doubts=1), "no progress again: another trial"),
+        ("uT", Health(OUT, since=2, doubts=1, until=7), "a bad one is believed at once"),
+        ("uteee", Health(OUT, since=5, doubts=2, until=15), "failed answers after it need no further one"),
         ("uu", Health(DOUBTED, since=1, doubts=1), "one suspicion is one"),
         ("cccu", Health(OUT, since=3), "out is out"),
         ("o", Health(OUT, since=1, doubts=1, until=6), "an outlier is out"),
@@ -127,6 +128,8 @@ def test_without_trials_a_row_ejects_and_probes_bring_back() -> None:
     blind = BreakerParams(trials=False)
     assert after("eee", blind) == Health(OUT, since=3, doubts=1, until=8)
     assert after("eeepppppp", blind) == Health(UP, since=9, doubts=1)
+    assert after("u", blind) == Health(OUT, since=1, doubts=1, until=6)
+    assert after("U", blind) == Health(DOUBTED, since=1, doubts=1)
     assert after("EEE", blind) == Health(DOUBTED, since=3, doubts=1)
     assert after("EEEpp", blind) == Health(UP, since=5, doubts=1)
 
@@ -241,7 +244,7 @@ def test_the_state_changes_only_by_its_rule_and_says_since_when(
             (UP, DOUBTED), (UP, OUT), (DOUBTED, UP), (DOUBTED, OUT), (OUT, UP), (OUT, BACK), (BACK, UP), (BACK, OUT)
         }  # fmt: skip
         if changed.state is OUT:
-            assert letter in "PceoTu"
+            assert letter in "PceoT" + "u" * (not trials)
         if before.state in (OUT, BACK) and changed.state is UP:
             assert letter in "pt"
     assert changed.failures < failures
