@@ -72,6 +72,7 @@ class Continuation:
         "_ability",
         "_asked",
         "_clock",
+        "_had",
         "_terms",
         "_transcript",
         "broke",
@@ -87,6 +88,7 @@ class Continuation:
         self._terms: Terms | None = None
         self._transcript: Transcript | None = None
         self.legs: list[tuple[str, int]] = []
+        self._had = 0  # tokens, when the last leg began
         self.broke = False
         self.why: str | None = None
 
@@ -120,6 +122,7 @@ class Continuation:
         """An attempt failed, and the client has a part of the answer: whether another may go on from there."""
         self.broke = True
         names = self._asked.route.backends
+        failover.moves = self.begun and self._transcript is not None and len(self._transcript.ids) > self._had
         failover.unfit = frozenset([name for name in names if self._abilities.of(name) != self._ability])
         return self.begun
 
@@ -138,8 +141,8 @@ class Continuation:
         """How it went; None for a stream that did not break."""
         if not self.broke:
             return None
-        if outcome is Outcome.OK:
-            return Ending.WHOLE
+        if outcome in (Outcome.OK, Outcome.CANCELLED):
+            return Ending.WHOLE if outcome is Outcome.OK else Ending.LEFT
         if self.why is not None:
             return Ending.UNSAFE
         return Ending.BROKEN if self.legs else Ending.NOBODY
@@ -178,6 +181,7 @@ class Continuation:
         except Differs:
             raise Stuck("differs") from None
         transcript.next_leg(ids)
+        self._had = len(ids)
         self.legs.append((backend.name, len(ids)))
         model = backend.served_model or self._asked.route.target
         body = terms.body(model, prompt, ids, raw=plan.api is Api.CHAT)

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 class Failover:
-    """Of one request. error: what the client is told if nothing follows. unfit: backends that cannot take it now."""
+    """Of one request. error: what the client is told if nothing follows. unfit: backends that cannot take it now. moves:
+    what failed had given tokens that count, so that its work goes elsewhere and does not come twice: nobody pays for it."""
 
-    __slots__ = ("_asked", "_attempts", "_gateway", "_record", "error", "unfit")
+    __slots__ = ("_asked", "_attempts", "_gateway", "_record", "error", "moves", "unfit")
 
     def __init__(self, gateway: Gateway, record: Record, asked: Classified) -> None:
         self._gateway = gateway
@@ -35,6 +36,7 @@ class Failover:
         self._attempts = Attempts(gateway.retry)
         self.error: ProxyError | None = None
         self.unfit: frozenset[str] = frozenset()
+        self.moves = False
 
     @property
     def failures(self) -> list[Failure]:
@@ -76,7 +78,7 @@ class Failover:
 
     async def _elsewhere(self, now: float, failed: str) -> Pass | Refused | None:
         gateway, asked = self._gateway, self._asked
-        if not gateway.budget.allows(now, failed):
+        if not self.moves and not gateway.budget.allows(now, failed):
             gateway.metrics.retries_denied += 1
             return None
         again = self._choose()
@@ -89,7 +91,7 @@ class Failover:
                 return again
             await gateway.clock.sleep(pause)
             again = self._choose()
-        if isinstance(again, Pass):
+        if isinstance(again, Pass) and not self.moves:
             gateway.budget.retried(gateway.clock.now(), failed)
         return again
 

@@ -45,6 +45,7 @@ class Ending(StrEnum):
     UNSAFE = "unsafe"  # the request, or where it broke, does not allow it
     NOBODY = "nobody"  # no backend is left that could
     BROKEN = "broken"  # those that went on with it broke, too
+    LEFT = "left"  # the client went away before that was known
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +56,7 @@ class Record:
     model it is an alias of. tenant: the name of the key. session_hash: a short hash of the session. conversation: what
     names it, a hash too. policy: the digest of the policy that decided. prompt_tokens_error: the estimate's typical relative
     error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from admission), predicted_tpot: what was
-    expected of the backend that was chosen, in tokens and seconds.
-    failures: backend and kind of every attempt that failed, in order.
+    expected of the backend that was chosen, in tokens and seconds. failures: backend and kind of attempts that failed.
     continuation: how it went with a stream that broke and might go on; continuation_why: what did not allow it. legs:
     backend and tokens of the answer so far, of every attempt that went on with it.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the

@@ -180,6 +180,19 @@ async def test_the_openai_sdk_sees_one_ordinary_stream(
     assert (await gateway.record(1)).continuation is Ending.WHOLE
 
 
+async def test_a_leg_behind_one_that_gave_tokens_costs_nothing_of_the_budget(
+    make_gateway: MakeGateway, sims: tuple[Running, Running]
+) -> None:
+    gateway = await two_backends(
+        make_gateway, sims, ON + "[policy.retry]\nbudget_share = 0.0\nbudget_floor = 0.0\n"
+    )
+    whole = heard(await gateway.ask(CHAT, body(TEXT)))
+    first = (await gateway.record()).backend or ""
+    await sims["ab".index(first)].fault("reset", after_tokens=20)
+    assert heard(await gateway.ask(CHAT, body(TEXT))) == whole
+    assert (await gateway.record(1)).continuation is Ending.WHOLE
+
+
 async def test_legs_break_too_and_the_last_one_ends_the_answer(make_gateway: MakeGateway) -> None:
     async with running(time_scale=200.0) as a, running(time_scale=200.0) as b, running(time_scale=200.0) as c:
         gateway = await make_gateway(a.url, b.url, c.url, config=ON)

@@ -88,7 +88,7 @@ class VllmServer(RealServer):
     """A vLLM on a free port.
 
     parser: of tool calls; None: no parsing at all, of reasoning neither. max_num_seqs: requests at once, the
-    rest waits. options: further flags.
+    rest waits. scripts: more of the model's scripts, in a file. options: further flags.
     """
 
     start_seconds = 240.0
@@ -102,10 +102,12 @@ class VllmServer(RealServer):
         max_model_len: int = 4096,
         max_num_seqs: int = 4,
         key: str | None = None,
+        scripts: Path | None = None,
         options: tuple[str, ...] = (),
     ) -> None:
         super().__init__(name, 0, key)
         self.window_tokens = max_model_len
+        self._scripts = scripts
         self._parser = parser
         self._max_num_seqs = max_num_seqs
         self._options = options
@@ -113,7 +115,7 @@ class VllmServer(RealServer):
 
     def prepare(self) -> None:
         interpreter()
-        self._model = make_model()
+        self._model = make_model(*(("--scripts", str(self._scripts)) if self._scripts else ()))
         self.port = free_port()
 
     def command(self) -> list[str | Path]:
