@@ -21,7 +21,7 @@ _USER = re.compile(rb"<\|im_start\|>user\n(.*?)<\|im_end\|>\n", re.DOTALL)
 _ROLE = re.compile(rb"<\|im_start\|>(\w+)\n")
 
 
-def resumed(ask: Ask, seed: int, room: int, tokenizer: Tokenizer) -> Plan | None:
+def resumed(ask: Ask, seed: int, room: int, tokenizer: Tokenizer, dialect: Dialect) -> Plan | None:
     """What is left of the answer that the prompt begins; None if it begins none of ours."""
     at = ask.prompt.rfind(_ANSWER) + len(_ANSWER)
     if at < len(_ANSWER):
@@ -29,7 +29,7 @@ def resumed(ask: Ask, seed: int, room: int, tokenizer: Tokenizer) -> Plan | None
     thinking = not ask.prompt.startswith(_NO_THINKING, at)
     at += 0 if thinking else len(_NO_THINKING)
     asked, begun = ask.prompt[:at], ask.prompt[at:]
-    whole = plan(_chat(asked, thinking), 0, seed, 1 << 30, tokenizer, Dialect.QWEN3_XML)
+    whole = plan(_chat(asked, thinking), 0, seed, 1 << 30, tokenizer, dialect)
     if not "".join(piece.text for piece in whole.pieces).encode().startswith(begun):
         return None
     rest = _behind(whole.pieces, len(begun))

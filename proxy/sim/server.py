@@ -286,15 +286,16 @@ class Simulator:
                 drive.cancel(id)
 
     def _plan(self, ask: Ask, index: int, room: int) -> Plan:
-        if not ask.chat and (rest := resumed(ask, self.options.seed, room, self._tokenizer)) is not None:
-            return rest
         dialect = self.options.dialect
         wrong = self.faults.on(FaultKind.DIALECT)
         if wrong is not None:
             dialect = Dialect(wrong.dialect)
+        seed, tokenizer = self.options.seed, self._tokenizer
+        if not ask.chat and (rest := resumed(ask, seed, room, tokenizer, dialect)) is not None:
+            return rest
         if ask.choice == "required" and self._breaks_required(ask):
             dialect = Dialect.XML
-        return plan(ask, index, self.options.seed, room, self._tokenizer, dialect)
+        return plan(ask, index, seed, room, tokenizer, dialect)
 
     def _breaks_required(self, ask: Ask) -> bool:
         """Some requests by their prompt, always the same ones: by a fault, or because the profile does it."""

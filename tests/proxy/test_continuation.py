@@ -12,6 +12,7 @@ import pytest
 from proxy.abilities import Ability
 from proxy.errors import Outcome
 from proxy.record import Ending
+from proxy.sim.plan import Dialect
 from tests.client import Response
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway
 from tests.scripted import (
@@ -142,6 +143,25 @@ async def test_a_stream_that_breaks_in_the_middle_arrives_whole_and_once(
     told = record.prompt_tokens, record.completion_tokens
     assert told == (usage["prompt_tokens"], usage["completion_tokens"])
     gateway.assert_idle()
+
+
+@pytest.mark.parametrize("dialect", [Dialect.XML, Dialect.HERMES], ids=str)
+@pytest.mark.parametrize("after", [12, 40, 90])
+async def test_calls_that_the_backend_does_not_parse_go_on_too(
+    make_gateway: MakeGateway, dialect: Dialect, after: int
+) -> None:
+    async with (
+        running(time_scale=200.0, dialect=dialect) as a,
+        running(time_scale=200.0, dialect=dialect) as b,
+    ):
+        gateway = await two_backends(make_gateway, (a, b))
+        asked = body(CALLS, tools=[LONG_TOOL])
+        whole = heard(await gateway.ask(CHAT, asked))
+        assert whole[2] == [("write", PARTS), ("write", PARTS)]
+        first = (await gateway.record()).backend
+        await (a if first == "a" else b).fault("reset", after_tokens=after)
+        assert heard(await gateway.ask(CHAT, asked)) == whole
+        assert (await gateway.record(1)).continuation is Ending.WHOLE
 
 
 async def test_a_client_sees_nothing_of_the_ids(
