@@ -1,6 +1,6 @@
 """What a chunk and a request cost, in calls of our own functions: a count, not a time, so that it is the same everywhere.
 
-A ceiling that is in the way is raised in the commit that needs it, where everybody sees it; docs/performance.md has the times.
+A ceiling that is in the way is raised in the commit that needs it, where everybody sees it. Times: docs/performance.md.
 """
 
 from __future__ import annotations
