@@ -25,7 +25,11 @@ MAX_KEPT = 64 * 1024
 """Bytes of events that wait to be read."""
 
 # Inside a string a quote is escaped: behind `{` or `,` it opens a key.
-_IDS = re.compile(rb'([{,]\s*"(prompt_token_ids|token_ids)"\s*:\s*)(\[[\d\s,]*\])')
+_LIST = rb"\[((?:\s*\d{1,18}\s*,)*\s*(?:\d{1,18}\s*)?)\]"
+_IDS = re.compile(rb'([{,]\s*"(prompt_token_ids|token_ids)"\s*:\s*)' + _LIST)
+_KEY = b',"token_ids":'
+_NEXT = re.compile(_KEY + rb"\[(\d{1,18}(?:,\d{1,18})*)\]")
+_GOES_ON = b'"finish_reason":null,'
 _FINISH = re.compile(rb'[{,]\s*"finish_reason"\s*:\s*"(\w+)"')
 _THOUGHTS = ("reasoning", "reasoning_content")
 _NOT_REPEATED = frozenset({"choices", "usage", "prompt_token_ids", "prompt_text"})
@@ -130,12 +134,21 @@ class Transcript:
 
     def strip(self, event: bytes) -> bytes:
         """The event as it would have come had nobody asked for ids."""
+        plain = (
+            _NEXT.match(event, event.find(_KEY)) if _GOES_ON in event else None
+        )  # nearly all, as vLLM spells them
+        if plain is None:
+            return self._strip(event)
+        self.ids += map(int, plain[1].split(b","))
+        return event[: plain.start(1) - 1] + b"null" + event[plain.end() :]
+
+    def _strip(self, event: bytes) -> bytes:
         taken = False
 
         def take(match: re.Match[bytes]) -> bytes:
             nonlocal taken
             taken = True
-            ids = orjson.loads(match[3])
+            ids = [int(id) for id in match[3].split(b",") if id.strip()]
             if match[2] == b"token_ids":
                 self.ids += ids
             elif self.prompt_ids is None:

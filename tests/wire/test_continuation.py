@@ -165,6 +165,28 @@ def test_ids_are_kept_and_nobody_else_sees_them() -> None:
     assert transcript.usable
 
 
+@given(st.lists(st.integers(0, 200_000), max_size=4), st.sampled_from([(",", ":"), (", ", ": ")]), st.data())
+def test_ids_are_taken_however_they_are_spelled(
+    ids: list[int], separators: tuple[str, str], data: st.DataObject
+) -> None:
+    finish = data.draw(st.sampled_from([None, "stop"]))
+    choice = {"delta": {"content": "x"}, "finish_reason": finish, "token_ids": ids}
+    event = b"data: %b\n\n" % json.dumps({"choices": [choice]}, separators=separators).encode()
+    transcript = Transcript(shows_usage=False)
+    transcript.prompt_ids = [1]
+    stripped = transcript.strip(event)
+    assert json.loads(stripped[6:]) == {"choices": [{**choice, "token_ids": None}]}
+    assert (transcript.ids, transcript.finish, transcript.usable) == (ids, finish, True)
+
+
+@pytest.mark.parametrize("odd", [b"[1.5]", b'["x"]', b"[1", b"{}", b"[1,,2]", b"[-1]"])
+def test_ids_that_are_none_make_no_noise(odd: bytes) -> None:
+    transcript = Transcript(shows_usage=False)
+    event = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null,"token_ids":%b}]}\n\n' % odd
+    transcript.strip(event)
+    assert not transcript.usable
+
+
 @given(st.text())
 def test_what_a_model_writes_about_ids_is_left_alone(text: str) -> None:
     said = json.dumps(
@@ -302,7 +324,7 @@ def whole(raw: str) -> Said:
     return heard(*out, chunk(write_delta(engine.finish("stop"), ("reasoning",))))
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(ANSWERS, st.data())
 def test_an_answer_cut_anywhere_any_number_of_times_arrives_whole_and_once(
     raw: str, data: st.DataObject
