@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -46,6 +48,9 @@ class Ability:
 
 
 NONE = Ability(False, None)
+
+Ask = Callable[[bytes, dict[str, object]], Awaitable[Any]]
+"""A POST to a path: the decoded answer of a 200, else None."""
 
 
 class Abilities:
@@ -87,36 +92,39 @@ class Abilities:
 
     async def _find_out(self, backend: Backend) -> None:
         before = self._known.get(backend.name)
-        ability = await self._ability(backend)
+        ability = await find_out(partial(self._post, backend))
         self._known[backend.name] = self._clock.now(), ability
         if before is None or before[1] != ability:
             can = "can" if ability.exact else "cannot"
             log.info("answers of backend %s %s be continued by token", backend.name, can)
 
-    async def _ability(self, backend: Backend) -> Ability:
-        tokens = await self._post(backend, b"/tokenize", {"prompt": _SAMPLE, "add_special_tokens": False})
-        ids = _ids(tokens, "tokens")
-        if not ids:
-            return NONE
-        digest = blake2b(orjson.dumps(ids), digest_size=8).hexdigest()
-        decoded = await self._post(backend, b"/detokenize", {"tokens": ids})
-        if not isinstance(decoded, dict) or decoded.get("prompt") != _SAMPLE:
-            return Ability(False, digest)
-        message = {"role": "user", "content": "ping"}
-        chat = {"messages": [message], "max_tokens": 1, "return_token_ids": True}
-        said = await self._post(backend, b"/v1/chat/completions", chat)
-        prompt = _ids(said, "prompt_token_ids")
-        if not prompt or not _ids(_choice(said), "token_ids"):
-            return Ability(False, digest)
-        go_on = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
-        rest = _choice(await self._post(backend, b"/v1/completions", go_on))
-        exact = _ids(rest, "prompt_token_ids") == prompt and bool(_ids(rest, "token_ids"))
-        return Ability(exact, digest)
-
     async def _post(self, backend: Backend, path: bytes, body: dict[str, object]) -> Any:
         if backend.served_model is not None:
             body["model"] = backend.served_model
         return await post(self._clock, backend, path, orjson.dumps(body), TIMEOUT)
+
+
+async def find_out(ask: Ask) -> Ability:
+    """What a backend can do."""
+    tokens = await ask(b"/tokenize", {"prompt": _SAMPLE, "add_special_tokens": False})
+    ids = _ids(tokens, "tokens")
+    if not ids:
+        return NONE
+    digest = blake2b(orjson.dumps(ids), digest_size=8).hexdigest()
+    decoded = await ask(b"/detokenize", {"tokens": ids})
+    if not isinstance(decoded, dict) or decoded.get("prompt") != _SAMPLE:
+        return Ability(False, digest)
+    message = {"role": "user", "content": "ping"}
+    said = await ask(
+        b"/v1/chat/completions", {"messages": [message], "max_tokens": 1, "return_token_ids": True}
+    )
+    prompt = _ids(said, "prompt_token_ids")
+    if not prompt or not _ids(_choice(said), "token_ids"):
+        return Ability(False, digest)
+    go_on = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True}
+    rest = _choice(await ask(b"/v1/completions", go_on))
+    exact = _ids(rest, "prompt_token_ids") == prompt and bool(_ids(rest, "token_ids"))
+    return Ability(exact, digest)
 
 
 def _choice(answer: Any) -> Any:

@@ -1,8 +1,8 @@
 """`tierline check`: what is in force, who serves what, and whether the backends are what the config says.
 
 Rules
-1. A probe reads little, writes nothing and follows no redirect; it costs a backend one token, and two more where it
-   has no tool parser.
+1. A probe reads little, writes nothing and follows no redirect; it costs a backend one token, two more where it has no
+   tool parser, and two where its streams may go on elsewhere.
 2. Every problem comes with what to change. A note is worth knowing and fails nothing.
 3. What a server answers is somebody else's text: bounded, and printed without markup or control characters.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,7 +21,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from proxy.abilities import find_out
 from proxy.config import Backend, Config, effective, serving
+from proxy.tomltext import toml_lines
 from proxy.wire.errors import read_error, read_event_error
 from proxy.wire.promtext import EngineMetrics, read_metrics
 
@@ -46,48 +48,6 @@ def print_config(config: Config) -> None:
     """The effective configuration as TOML, masked."""
     for line in toml_lines(effective(config)):
         click.echo(line)
-
-
-def toml_lines(table: Mapping[str, object], path: str = "", header: str = "") -> Iterator[str]:
-    """A table as TOML. What has no value is a comment, since TOML has no null."""
-    plain = {key: value for key, value in table.items() if not _is_table(value) and not _is_tables(value)}
-    counts = header.startswith("[[")  # an empty table says nothing, but in an array it is one of them
-    if header and (plain or counts):
-        yield header
-    for key, value in plain.items():
-        yield f"# {_key(key)} is not set" if value is None else f"{_key(key)} = {_inline(value)}"
-    if plain or counts:
-        yield ""
-    for key, value in table.items():
-        inner = f"{path}.{_key(key)}" if path else _key(key)
-        if isinstance(value, Mapping):
-            yield from toml_lines(value, inner, f"[{inner}]")
-        elif isinstance(value, list) and _is_tables(value):
-            for item in value:
-                yield from toml_lines(item, inner, f"[[{inner}]]")
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_tables(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def _key(key: str) -> str:
-    return key if key.replace("-", "").replace("_", "").isalnum() and key.isascii() else _inline(key)
-
-
-def _inline(value: object) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, float):
-        return repr(value)  # TOML writes inf and nan as Python does, JSON does not
-    # TOML's basic strings, whole numbers and booleans are JSON's, but for DEL, which JSON leaves bare.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def print_routes(config: Config) -> None:
@@ -163,19 +123,23 @@ class Unreachable(Exception):
 def probe_all(config: Config, timeout: float) -> list[Finding]:
     """Ask every backend, side by side. timeout: seconds for each request."""
 
+    continues = any(tier.continuation != "off" for tier in config.tiers.values())
+
     async def gather() -> list[Finding]:
-        found = await asyncio.gather(*(probe(backend, timeout) for backend in config.backends))
+        asked = (probe(backend, timeout, continues=continues) for backend in config.backends)
+        found = await asyncio.gather(*asked)
         return [finding for findings in found for finding in findings]
 
     return asyncio.run(gather())
 
 
-async def probe(backend: Backend, timeout: float) -> list[Finding]:
-    """Everything there is to learn of one backend; stops where nothing more can be."""
+async def probe(backend: Backend, timeout: float, *, continues: bool = False) -> list[Finding]:
+    """Everything there is to learn of one backend; stops where nothing more can be. continues: a tier lets broken streams
+    go on elsewhere."""
     limit = aiohttp.ClientTimeout(total=timeout)
     async with aiohttp.ClientSession(timeout=limit, auto_decompress=False, trust_env=False) as session:
         try:
-            return await Probe(backend, session).run()
+            return await Probe(backend, session).run(continues=continues)
         except Unreachable as error:
             return [Finding(backend.name, "reachable", Verdict.PROBLEM, error.detail, error.fix)]
 
@@ -191,7 +155,7 @@ class Probe:
     def _tell(self, what: str, verdict: Verdict, detail: str, fix: str = "") -> None:
         self.findings.append(Finding(self.backend.name, what, verdict, detail, fix))
 
-    async def run(self) -> list[Finding]:
+    async def run(self, *, continues: bool) -> list[Finding]:
         models = await self._ask("GET", "/v1/models")
         self._tell("reachable", Verdict.OK, self.backend.url)
         if not self._refused(models):
@@ -202,6 +166,8 @@ class Probe:
                 await self._usage(model)
                 if self.backend.parser == "none" and self.findings[-1].what == "usage":
                     await self._tools(model)
+                if continues:
+                    await self._continuation(model)
         return self.findings
 
     async def _ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
@@ -330,6 +296,19 @@ class Probe:
         else:
             fix = "set stream_usage = false: time per output token will be missing from records"
             self._tell("usage", Verdict.PROBLEM, "not streamed, though asked for", fix)
+
+    async def _continuation(self, model: str) -> None:
+        async def ask(path: bytes, body: dict[str, object]) -> object:
+            answer = await self._ask("POST", path.decode(), json.dumps({**body, "model": model}).encode())
+            return _json(answer.body) if answer.status == 200 else None
+
+        ability = await find_out(ask)
+        if ability.exact:
+            detail = f"by token, with backends of the same tokenizer ({ability.tokenizer})"
+            self._tell("continuation", Verdict.OK, detail)
+        else:
+            fix = "its streams end with an error where they break; vLLM gives token ids"
+            self._tell("continuation", Verdict.NOTE, "it gives no token ids, or takes none", fix)
 
     async def _tools(self, model: str) -> None:
         """Without a tool parser: are tools still part of the prompt when the server is told to call none?"""

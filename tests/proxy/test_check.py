@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.check import LONGEST_QUOTE, Finding, Verdict, print_probes, probe, toml_lines
+from proxy.check import LONGEST_QUOTE, Finding, Verdict, print_probes, probe
 from proxy.config import Backend, loads
+from proxy.tomltext import toml_lines
 from tests.captures import LLAMA_CPP_PYTHON, LLAMA_SERVER, SERVERS, VLLM, load
 from tests.scripted import (
     Close,
@@ -29,6 +30,7 @@ from tests.scripted import (
     sse,
     whole,
 )
+from tests.sim.running import running
 
 TIMEOUT = 5.0  # seconds; no test waits for it
 
@@ -474,3 +476,16 @@ def test_what_has_no_value_is_a_comment() -> None:
 def test_numbers_keep_their_kind() -> None:
     text = "\n".join(toml_lines({"f": 1.0, "i": 1, "b": True, "inf": math.inf}))
     assert tomllib.loads(text) == {"f": 1.0, "i": 1, "b": True, "inf": math.inf}
+
+
+async def test_where_streams_may_go_on_a_backend_is_asked_whether_its_can() -> None:
+    async with running() as sim:
+        found = await probe(backend(sim.url), TIMEOUT, continues=True)
+        assert [(f.what, f.verdict) for f in found][-1] == ("continuation", "ok")
+        assert not [f for f in await probe(backend(sim.url), TIMEOUT) if f.what == "continuation"]
+    async with ScriptedBackend() as server:
+        server.answer(chat_stream(usage=(1, 1)))
+        server.answer(json_answer({"detail": "Not Found"}, status=404))
+        found = await probe(backend(server.url), TIMEOUT, continues=True)
+        assert [(f.what, f.verdict) for f in found][-1] == ("continuation", "note")
+        assert "vLLM" in found[-1].fix

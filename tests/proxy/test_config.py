@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from policies import BreakerParams, RouterParams, Tier
-from proxy.check import toml_lines
 from proxy.config import (
     ApiKey,
     Backend,
@@ -32,6 +31,7 @@ from proxy.config import (
 )
 from proxy.config.problems import key_names
 from proxy.config.problems import line as worded
+from proxy.tomltext import toml_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -282,7 +282,8 @@ def test_a_wrong_value_is_named_with_its_place_what_was_expected_and_what_it_got
         ),
         (
             "[tiers.a]\nbound = 1",
-            "tiers.a.bound: unknown key, known here: reference, max_kl_bits, no_speculation, slo, spill, last_resort, continuation",
+            "tiers.a.bound: unknown key, known here: reference, max_kl_bits, no_speculation, slo, spill, last_resort, "
+            "continuation",
         ),
         ("[pool]\nzzz = 'sk-secret'", "pool.zzz: unknown key, known here: idle_seconds, max_idle"),
     ],
