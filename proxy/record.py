@@ -410,18 +410,19 @@ class FileWriter:
     def __init__(self, path: str) -> None:
         self._path = path
         self._fd = self._open()
-        self._torn = False
 
     def _open(self) -> int:
         # Records hold who asked for what and when: not for every user of the machine.
-        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        size = os.fstat(fd).st_size  # of what is no file: 0
+        self._torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"  # whoever wrote before was killed
+        return fd
 
     def __call__(self, lines: bytes) -> None:
         if self._moved():
             os.close(self._fd)
             self._fd = self._open()
-            self._torn = False
-        if self._torn:  # the disk was full in the middle of a line: end that one before the next begins
+        if self._torn:  # a line broke off (killed, the disk was full): end that one before the next begins
             lines = b"\n" + lines
         self._torn = True
         write_all(self._fd, lines)
@@ -432,8 +433,7 @@ class FileWriter:
             there = os.stat(self._path)
         except FileNotFoundError:
             return True
-        here = os.fstat(self._fd)
-        return (there.st_ino, there.st_dev) != (here.st_ino, here.st_dev)
+        return not os.path.samestat(there, os.fstat(self._fd))
 
     def close(self) -> None:
         os.close(self._fd)

@@ -461,6 +461,15 @@ def test_a_rotated_file_is_left_and_the_new_one_written(tmp_path, recreated):
     assert path.read_bytes() == b"b\n"
 
 
+def test_a_line_torn_by_a_kill_does_not_spoil_the_first_of_the_next_process(tmp_path):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(b'{"whole": 1}\n{"torn')
+    writer = FileWriter(str(path))
+    writer(b'{"next": 2}\n')
+    writer.close()
+    assert path.read_bytes() == b'{"whole": 1}\n{"torn\n{"next": 2}\n'
+
+
 def test_a_line_torn_by_a_full_disk_does_not_spoil_the_next(tmp_path, monkeypatch):
     path = tmp_path / "records.jsonl"
     writer = FileWriter(str(path))
