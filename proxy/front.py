@@ -210,10 +210,18 @@ class Answer(web.StreamResponse):
         head = self._head(status, headers, length)
         self.started = True
         transport = self._connection.transport
-        if transport is not None:
-            transport.write(head)
+        if transport is None:
+            return
         if first:
-            self.push(first)
+            self.bytes_out += len(first)
+            if self._framing == "chunked":
+                first = b"%x\r\n%b\r\n" % (len(first), first)
+            else:
+                self._left -= len(first)
+        if len(first) < 16384:
+            transport.write(head + first)
+        else:
+            transport.writelines((head, first))
 
     def push(self, data: bytes) -> None:
         """Send a piece of the body. Empty pieces are nothing (an empty chunk would end the body)."""

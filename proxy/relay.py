@@ -320,7 +320,7 @@ class Relay:
         assert reader is not None
         if not reader.complete():
             self._fault_of(reader)
-        else:
+        elif not self._connection.complete:  # else `end` follows at once
             self._watch.end(now)
 
     def _close(self, reader: StreamReader) -> None:

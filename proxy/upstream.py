@@ -104,6 +104,11 @@ class UpstreamConnection(Lane, asyncio.Protocol):
         else:
             transport.writelines((head, body))
 
+    @property
+    def complete(self) -> bool:
+        """The answer's last byte was read."""
+        return self._complete
+
     def detach(self) -> None:
         """End the exchange from our side. Unless it was complete the connection is closed at once, so that the
         backend stops generating. Nothing to do after `release` or `lost`."""
