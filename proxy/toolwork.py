@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -46,6 +47,10 @@ _ENABLE_THINKING = ("chat_template_kwargs", "enable_thinking")
 _EFFORT = {"none": False, "minimal": False, "low": True, "medium": True, "high": True, "xhigh": True}
 
 
+KEPT_TOOLSETS, MAX_KEPT_BYTES = 32, 64 * 1024
+"""How many lists of tools are kept compiled, and how long their text may be: some ten megabytes at most."""
+
+
 def new_id() -> str:
     return "call_" + secrets.token_hex(12)
 
@@ -71,7 +76,7 @@ class ToolWork:
         thinking = _thinking(body, route)
         if not body.tools and not reasoning and thinking is not False:
             return None
-        tools = Toolset(_value(body, b"tools") if body.tools else None)
+        tools = _toolset(body) if body.tools else _NO_TOOLS
         return cls(
             body, tools, ToolChoice.read(_value(body, b"tool_choice"), tools), wanted, reasoning, thinking
         )
@@ -300,6 +305,22 @@ def nudge(choice: ToolChoice) -> str:
     if choice.named is not None:
         return f"Do not answer in words. Call the tool `{choice.named.name}` now."
     return "Do not answer in words. Call one of the available tools now."
+
+
+_NO_TOOLS = Toolset(None)
+
+
+def _toolset(body: RequestBody) -> Toolset:
+    """An agent sends the same tools with every turn: the last ones are kept, by their bytes."""
+    raw = body.scan.raw(b"tools")
+    if raw is None or raw == b"null":
+        return _NO_TOOLS
+    return _compiled(raw) if len(raw) <= MAX_KEPT_BYTES else Toolset(_decode(raw, "tools"))
+
+
+@lru_cache(maxsize=KEPT_TOOLSETS)
+def _compiled(raw: bytes) -> Toolset:
+    return Toolset(_decode(raw, "tools"))
 
 
 def _value(body: RequestBody, key: bytes) -> Any:
