@@ -217,7 +217,9 @@ class UpstreamConnection(Lane, asyncio.Protocol):
             return
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if 100 <= status < 200:
+        if status < 100:  # there is none; 0 is ours, for no head yet
+            raise ValueError("no HTTP status")
+        if status < 200:
             self._interim = True
             self._headers = []
             return

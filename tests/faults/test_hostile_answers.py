@@ -123,6 +123,8 @@ MALFORMED = {
     "a chunk size that overflows": OK + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n" + BODY,
     "a negative chunk size": OK + b"transfer-encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n",
     "a status of two digits": b"HTTP/1.1 20 OK\r\ncontent-length: 0\r\n\r\n",
+    "a status of zeros": b"HTTP/1.1 000 OK\r\ncontent-length: 2\r\n\r\n{}",
+    "a status below all": b"HTTP/1.1 099 OK\r\ncontent-length: 2\r\n\r\n{}",
     "a status of no digits": b"HTTP/1.1 abc OK\r\ncontent-length: 0\r\n\r\n",
     "HTTP/2": b"HTTP/2 200\r\ncontent-length: 2\r\n\r\n{}",
     "ICY": b"ICY 200 OK\r\n\r\n{}",
