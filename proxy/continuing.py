@@ -158,10 +158,10 @@ class Continuation:
         transcript, terms = self._transcript, self._terms
         assert transcript is not None
         assert terms is not None
-        said, prompt = transcript.said, transcript.prompt_ids
-        if prompt is None or not transcript.usable:
+        said, prompt = transcript.said, transcript.prompt_ids.tolist()
+        if not transcript.usable or transcript.finish not in (None, "abort"):
             raise Stuck("ids")
-        ids = list(transcript.ids)
+        ids = transcript.ids.tolist()
         raw = await self._decoded(backend, ids)
         if raw is None:
             raise TimeoutError("it does not say what the ids mean")

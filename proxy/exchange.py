@@ -202,7 +202,8 @@ class Exchange:
                 gateway.metrics.shed(asked.facts.tier.name, let_in.shed.reason)
             return
         self._note(decision, asked.facts)
-        record.expect(let_in.go.view)
+        if self._spoke is None:  # else the answer has begun elsewhere
+            record.expect(let_in.go.view)
 
     def _result(self, asked: Classified) -> Result:
         """What the fleet learns of an attempt that ended."""

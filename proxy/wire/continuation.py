@@ -11,6 +11,8 @@ Rules
 from __future__ import annotations
 
 import re
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +101,7 @@ class Transcript:
     """One answer, over all its legs. `strip` each event as it comes, `sent` what went to the client."""
 
     __slots__ = (
+        "_closed",
         "_kept",
         "_parts",
         "_said",
@@ -116,12 +119,13 @@ class Transcript:
         self._shows_usage = shows_usage
         self.begun = False
         """The client has something."""
-        self.prompt_ids: list[int] | None = None
-        self.ids: list[int] = []
+        self.prompt_ids = array("q")
+        self.ids = array("q")  # a list takes four times as much, and prompts are long
         self.intact = True
         """No event with text came without its ids, and none went out that cannot be read."""
         self.finish: str | None = None
         """The backend said that the answer is whole."""
+        self._closed = False  # what comes behind an event that the reader refuses is not part of the answer
         self._parts: list[bytes] = []
         self._kept = Splitter()
         self._size = 0
@@ -130,16 +134,18 @@ class Transcript:
     @property
     def usable(self) -> bool:
         """Another backend could go on from here."""
-        return self.intact and bool(self.prompt_ids)
+        return self.intact and len(self.prompt_ids) > 0
 
     def strip(self, event: bytes) -> bytes:
         """The event as it would have come had nobody asked for ids."""
-        plain = (
-            _NEXT.match(event, event.find(_KEY)) if _GOES_ON in event else None
-        )  # nearly all, as vLLM spells them
+        if self._closed:
+            return event
+        plain = None
+        if self.prompt_ids and _GOES_ON in event:
+            plain = _NEXT.match(event, event.find(_KEY))  # nearly all, as vLLM spells them
         if plain is None:
             return self._strip(event)
-        self.ids += map(int, plain[1].split(b","))
+        self.ids.extend(map(int, plain[1].split(b",")))
         return event[: plain.start(1) - 1] + b"null" + event[plain.end() :]
 
     def _strip(self, event: bytes) -> bytes:
@@ -150,16 +156,18 @@ class Transcript:
             taken = True
             ids = [int(id) for id in match[3].split(b",") if id.strip()]
             if match[2] == b"token_ids":
-                self.ids += ids
-            elif self.prompt_ids is None:
-                self.prompt_ids = ids
+                self.ids.extend(ids)
+            elif not self.prompt_ids:
+                self.prompt_ids.extend(ids)
             return match[1] + b"null"
 
         stripped = _IDS.sub(take, event)
         if (finish := _FINISH.search(stripped)) is not None:
             self.finish = finish[1].decode()
-        elif not taken and _speaks(event):
-            self.intact = False
+        elif not taken:
+            spoken = _spoken(event)
+            self._closed = spoken is None
+            self.intact = self.intact and not spoken
         return stripped
 
     def sent(self, data: bytes) -> None:
@@ -172,18 +180,19 @@ class Transcript:
 
     @property
     def said(self) -> Said:
-        """What the client has of the answer; look at `intact` afterwards."""
+        """What the client has of the answer; `usable` counts afterwards."""
         self._read()
         return self._said
 
-    def next_leg(self, ids: list[int]) -> None:
+    def next_leg(self, ids: Sequence[int]) -> None:
         """Another backend goes on behind `ids`."""
-        self.ids = ids
+        self.ids = array("q", ids)
         self.finish = None
+        self._closed = False
 
     def usage(self) -> dict[str, int]:
         """Counted, for a backend that broke off before it told."""
-        prompt, generated = len(self.prompt_ids or ()), len(self.ids)
+        prompt, generated = len(self.prompt_ids), len(self.ids)
         return {
             "prompt_tokens": prompt,
             "total_tokens": prompt + generated,
@@ -212,15 +221,16 @@ class Transcript:
                 self.intact = False
 
 
-def _speaks(event: bytes) -> bool:
-    """An event with something for the client in it. What cannot be read is nobody's text: the reader refuses it."""
+def _spoken(event: bytes) -> bool | None:
+    """Whether an event has something for the client in it. None: nobody can read it, or it ends the stream."""
     _, data = fields(event)
     said = Said()
     try:
-        said.add(orjson.loads(data or b"{}"))
+        payload = orjson.loads(data or b"{}")
+        said.add(payload)
     except (ValueError, TypeError, AttributeError):
-        return False
-    return bool(said.content or said.reasoning or said.calls)
+        return None
+    return None if payload.get("error") else bool(said.content or said.reasoning or said.calls)
 
 
 def torn(text: str) -> bool:

@@ -159,7 +159,7 @@ def test_ids_are_kept_and_nobody_else_sees_them() -> None:
     assert transcript.strip(asked) == role % b'"prompt_token_ids":null,"prompt_text":null'
     text = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":null,"token_ids":%b}]}\n\n'
     assert transcript.strip(text % b"[7, 8]") == text % b"null"
-    assert (transcript.prompt_ids, transcript.ids) == ([1, 22, 3], [7, 8])
+    assert (transcript.prompt_ids.tolist(), transcript.ids.tolist()) == ([1, 22, 3], [7, 8])
     assert transcript.usable
     assert transcript.strip(b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
     assert transcript.usable
@@ -173,10 +173,10 @@ def test_ids_are_taken_however_they_are_spelled(
     choice = {"delta": {"content": "x"}, "finish_reason": finish, "token_ids": ids}
     event = b"data: %b\n\n" % json.dumps({"choices": [choice]}, separators=separators).encode()
     transcript = Transcript(shows_usage=False)
-    transcript.prompt_ids = [1]
+    transcript.prompt_ids.append(1)
     stripped = transcript.strip(event)
     assert json.loads(stripped[6:]) == {"choices": [{**choice, "token_ids": None}]}
-    assert (transcript.ids, transcript.finish, transcript.usable) == (ids, finish, True)
+    assert (transcript.ids.tolist(), transcript.finish, transcript.usable) == (ids, finish, True)
 
 
 @pytest.mark.parametrize("odd", [b"[1.5]", b'["x"]', b"[1", b"{}", b"[1,,2]", b"[-1]"])
@@ -195,12 +195,37 @@ def test_what_a_model_writes_about_ids_is_left_alone(text: str) -> None:
     event = b"data: %b\n\n" % said.encode()
     transcript = Transcript(shows_usage=True)
     assert transcript.strip(event) == event
-    assert (transcript.ids, transcript.prompt_ids) == ([], None)
+    assert not transcript.ids
+    assert not transcript.prompt_ids
+
+
+def test_the_prompts_ids_may_come_with_the_first_tokens() -> None:
+    """As /v1/completions does."""
+    transcript = Transcript(shows_usage=True)
+    event = (
+        b'data: {"choices":[{"text":"x","finish_reason":null,"prompt_token_ids":[4,5],"token_ids":[6]}]}\n\n'
+    )
+    transcript.strip(event)
+    assert (transcript.prompt_ids.tolist(), transcript.ids.tolist()) == ([4, 5], [6])
+
+
+@pytest.mark.parametrize(
+    "refused", [b'data: {"choices":[{"del\n\n', b'data: {"error":{"message":"x"}}\n\n', b"data: 7\n\n"]
+)
+def test_what_comes_behind_an_event_that_is_refused_is_not_part_of_the_answer(refused: bytes) -> None:
+    transcript = Transcript(shows_usage=True)
+    transcript.prompt_ids.append(1)
+    text = b'data: {"choices":[{"delta":{"content":"x"},"finish_reason":%b,"token_ids":[%d]}]}\n\n'
+    transcript.strip(text % (b"null", 5))
+    transcript.strip(refused)
+    transcript.strip(text % (b"null", 6))
+    transcript.strip(text % (b'"stop"', 7))
+    assert (transcript.ids.tolist(), transcript.finish, transcript.usable) == ([5], None, True)
 
 
 def test_text_without_ids_makes_an_answer_that_cannot_go_on() -> None:
     transcript = Transcript(shows_usage=True)
-    transcript.prompt_ids = [1]
+    transcript.prompt_ids.append(1)
     transcript.strip(b'data: {"choices":[],"usage":{"prompt_tokens":3}}\n\n')
     transcript.strip(b": comment\n\n")
     assert transcript.usable
@@ -426,7 +451,8 @@ def test_usage_that_a_backend_owes_is_counted() -> None:
     usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
     for shows in (True, False):
         transcript = Transcript(shows_usage=shows)
-        transcript.prompt_ids, transcript.ids = [1, 2], [3, 4, 5]
+        transcript.prompt_ids.extend([1, 2])
+        transcript.ids.extend([3, 4, 5])
         transcript.sent(chunk({"content": "a"}, "stop"))
         out = transcript.closing(b"held" + DONE)
         assert out.startswith(b"held")
