@@ -27,7 +27,7 @@ from proxy.clock import Clock, LoopClock
 from proxy.config import Backend as BackendConfig
 from proxy.config import Config
 from proxy.explain import Memory
-from proxy.front import Server
+from proxy.front import Patience, Server
 from proxy.gate import Gate
 from proxy.handler import Gateway
 from proxy.headers import Cors
@@ -116,6 +116,12 @@ class App:
             self.gateway.handle,
             max_body_bytes=config.server.max_body_bytes,
             keepalive_timeout=config.server.keepalive_timeout,
+            patience=Patience(
+                self.clock,
+                config.server.header_timeout,
+                config.timeouts.client_idle,
+                config.server.max_connections,
+            ),
         )
         try:
             self.port = await self._listen(

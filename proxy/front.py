@@ -5,7 +5,9 @@ Rules
    on it, finds everything done, and goes on to the next request of the connection if `keep_alive` says so.
 2. All writes are synchronous and go straight to the transport. Whoever produces must watch `paused`.
 3. An answer that cannot be finished properly is broken off (`abort`): a client must never take a part for the whole.
-4. `tests/proxy/test_front.py` runs this against plain aiohttp responses, on the oldest and newest aiohttp allowed.
+4. A client's slowness is bounded, too: a head that has begun must end in time, and who has an answer and does not take
+   it loses its connection. No timer runs for a client that is not slow.
+5. `tests/proxy/test_front.py` runs this against plain aiohttp responses, on the oldest and newest aiohttp allowed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from proxy.wire.errors import Api, ErrorInfo, render_body
+from policies.frozen import frozen
+from proxy.clock import Clock, Timer
+from proxy.wire.errors import Api, ErrorInfo, openai_type, render_body
 
 log = logging.getLogger("tierline.front")
 
@@ -30,13 +34,34 @@ _LAST_CHUNK = b"0\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
+SLOWEST = 1024
+"""Bytes a second that a client must take of an answer that waits for it."""
+
+LINGER = 16 * 1024
+"""Bytes that may wait for a client whose connection stays open: its next request shows that it has taken them."""
+
+
+@frozen
+class Patience:
+    """With clients. header: seconds from a head's first byte until it is whole. idle: seconds in which something must be
+    taken of what waits for it. connections: at once."""
+
+    clock: Clock
+    header: float = 10.0
+    idle: float = 60.0
+    connections: int = 4096
+
+
 class ClientConnection(web.RequestHandler):
     """aiohttp's protocol, plus a word to the answer in progress when the client stops or resumes reading."""
 
-    __slots__ = ("_flushed", "on_lost", "on_pause", "on_resume")
+    __slots__ = ("_flushed", "_head", "_patience", "_unread", "on_lost", "on_pause", "on_resume")
 
-    def __init__(self, manager: web.Server, **kwargs: Any) -> None:
+    def __init__(self, manager: web.Server, patience: Patience | None = None, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
+        self._patience = patience
+        self._head: Timer | None = None  # a head has begun and is not whole
+        self._unread: Timer | None = None  # an answer waits for the client
         self.on_pause: Callable[[], None] | None = None
         self.on_resume: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
@@ -60,8 +85,54 @@ class ClientConnection(web.RequestHandler):
         if self.on_pause is not None and self.transport is not None:
             self.transport.abort()
 
+    def data_received(self, data: bytes) -> None:
+        requests = self._request_count
+        super().data_received(data)
+        if self._request_count != requests:
+            self._head, self._unread = _stopped(self._head), _stopped(self._unread)
+        elif self._head is None and self._current_request is None and self._patience is not None:
+            patience = self._patience
+            self._head = patience.clock.call_at(patience.clock.now() + patience.header, self._head_overdue)
+
+    def _head_overdue(self) -> None:
+        transport = self.transport
+        if transport is not None and not transport.is_closing():
+            transport.write(_refusal(408, "The request's head did not arrive in time.", "request_timeout"))
+            self.force_close()
+
+    def force_close(self) -> None:
+        transport = self.transport
+        super().force_close()
+        if transport is not None and transport.get_write_buffer_size():
+            self._linger(transport)
+
+    def answered(self, *, kept: bool) -> None:
+        """An answer is written. What the client has not taken of it must not wait for ever; kept: the connection is."""
+        transport = self.transport
+        if transport is not None and transport.get_write_buffer_size() > (LINGER if kept else 0):
+            self._linger(transport)
+
+    def _linger(self, transport: asyncio.WriteTransport) -> None:
+        if self._patience is None or self._unread is not None:
+            return
+        clock, seconds = self._patience.clock, self._patience.idle
+        before = transport.get_write_buffer_size()
+
+        def look() -> None:
+            nonlocal before
+            self._unread = None
+            now = transport.get_write_buffer_size()
+            if now > max(0.0, before - SLOWEST * seconds):
+                transport.abort()
+            elif now:
+                before = now
+                self._unread = clock.call_at(clock.now() + seconds, look)
+
+        self._unread = clock.call_at(clock.now() + seconds, look)
+
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
+        self._head, self._unread = _stopped(self._head), _stopped(self._unread)
         self._set_flushed()
         if self.on_lost is not None:
             self.on_lost()
@@ -73,6 +144,7 @@ class ClientConnection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._unread = _stopped(self._unread)
         self._set_flushed()
         if self.on_resume is not None:
             self.on_resume()
@@ -98,6 +170,29 @@ class ClientConnection(web.RequestHandler):
         return response
 
 
+def _stopped(timer: Timer | None) -> Timer | None:
+    if timer is not None:
+        timer.cancel()
+    return None
+
+
+def _refusal(status: int, message: str, code: str, *headers: bytes) -> bytes:
+    """A whole response to whoever has no request that could be answered."""
+    body = render_body(Api.OTHER, ErrorInfo(status, message, openai_type(status), code))
+    head = (_STATUS_LINES[status], b"content-type: application/json\r\nconnection: close\r\n", *headers)
+    return b"".join((*head, b"content-length: %d\r\n\r\n" % len(body), body))
+
+
+class _TooMany(asyncio.Protocol):
+    """A connection too many: told so, and closed."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        message = "Too many connections are open."
+        text = _refusal(503, message, "too_many_connections", b"retry-after: 1\r\n")
+        cast(asyncio.Transport, transport).write(text)
+        transport.close()
+
+
 class Server(web.Server):
     """aiohttp's low-level server, building our connections and requests with our body limit.
 
@@ -105,15 +200,33 @@ class Server(web.Server):
     """
 
     def __init__(
-        self, handler: Callable[[Any], Any], *, max_body_bytes: int, keepalive_timeout: float
+        self,
+        handler: Callable[[Any], Any],
+        *,
+        max_body_bytes: int,
+        keepalive_timeout: float,
+        patience: Patience | None = None,
     ) -> None:
         super().__init__(handler, request_factory=self._request, handler_cancellation=True)
+        self._patience = patience
+        self._open = 0
         self._max_body_bytes = max_body_bytes
         self._keepalive_timeout = keepalive_timeout
 
-    def __call__(self) -> ClientConnection:
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._open += 1
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._open -= 1
+
+    def __call__(self) -> ClientConnection | _TooMany:  # type: ignore[override]
+        if self._patience is not None and self._open >= self._patience.connections:
+            return _TooMany()
         return ClientConnection(
             self,
+            self._patience,
             loop=asyncio.get_running_loop(),
             keepalive_timeout=self._keepalive_timeout,
             access_log=None,
@@ -295,6 +408,7 @@ class Answer(web.StreamResponse):
         self.watch()
         if not self.finished:
             self.abort()
+        self._connection.answered(kept=bool(self.keep_alive))
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ ERROR_MAKERS: tuple[ModuleType, ...] = tuple(
 )
 # Codes that come from a backend, or from a call that is looked at itself; and a fault's, which is its outcome.
 PASSED_ON = {"info.code", "error.code", "code", "_word(code)"}
-POSITION = {"ErrorInfo": 3, "_error": 2}  # of the code, where it has no name
+POSITION = {"ErrorInfo": 3, "_error": 2, "_refusal": 2}  # of the code, where it has no name
 
 
 def calls(module: ModuleType) -> Iterator[tuple[str, ast.Call]]:

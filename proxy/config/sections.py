@@ -94,7 +94,9 @@ class Server(Section):
     port: Port = 8080
     max_body_bytes: Bytes = 64 * 1024 * 1024
     keepalive_timeout: Seconds = 75.0
+    header_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
+    max_connections: Count = 4096
     backlog: Count = 1024
     drain_timeout: Seconds = 30.0
     cors_origins: Array[Origin] = ()

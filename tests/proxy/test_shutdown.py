@@ -165,7 +165,7 @@ async def test_an_answer_that_is_not_read_yet_is_waited_for_up_to_the_limit(
                 assert (response.complete, len(response.body)) == (True, size)
             else:
                 clock.advance(30.5)
-                await eventually(lambda: clock.pending > 1, "the last wait")
+                await eventually(lambda: clock.pending > 2, "the last wait")
                 clock.advance(5.5)
     await gateway.ended(Outcome.OK)
 
@@ -290,7 +290,7 @@ async def test_a_client_that_does_not_read_does_not_hold_up_the_end(
         await held_back(gateway)
         async with stopped(gateway):
             await gateway.records.get(0)
-            await eventually(lambda: clock.pending > 1, "the last wait")
+            await eventually(lambda: clock.pending > 2, "the last wait")
             clock.advance(5.5)
     await gateway.ended(Outcome.SHUTDOWN)
     assert (await backend.closed()).by_peer
