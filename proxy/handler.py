@@ -34,6 +34,7 @@ from proxy.owners import Owners
 from proxy.pool import Pool
 from proxy.record import Recorder
 from proxy.tokenizer import Tokenizer
+from proxy.turns import Turns
 
 log = logging.getLogger("tierline.request")
 
@@ -67,6 +68,7 @@ class Gateway:
     metrics: Metrics
     recorder: Recorder
     exchanges: set[Exchange] = field(default_factory=set)
+    turns: Turns = field(default_factory=Turns)
     draining: bool = False
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -118,6 +120,8 @@ class Gateway:
             exchange.authorize()
             endpoint = exchange.find_endpoint()
             body = await exchange.read_body()
+            if not self.turns.take():
+                await self.turns.wait()
             asked = await exchange.classify(endpoint, body)
             await exchange.serve(endpoint, asked)
         except ProxyError as error:

@@ -14,7 +14,7 @@ SOURCES = sorted(p for top in ("proxy", "policies") for p in (ROOT / top).rglob(
 # Higher may import lower. A name stands for the module or package of that name.
 LAYERS = (
     ("wire", "policies", "_lane"),
-    ("errors", "config", "clock", "tomltext", "lane"),
+    ("errors", "config", "clock", "tomltext", "lane", "turns"),
     (
         "upstream",
         "front",
