@@ -144,6 +144,8 @@ class Book:
     ends: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     faults: list[tuple[float, str]] = field(default_factory=list)
+    paused: list[float] = field(default_factory=list)
+    """When this process went on after it had stood still: whatever is measured against a clock means nothing then."""
 
     def saw(self, id: str, seen: Seen) -> None:
         self.seen[id] = seen
@@ -159,7 +161,9 @@ class Book:
             self.ends[
                 f"{seen.end}: {record['outcome']}" + (f" {seen.status}" if seen.end == "error" else "")
             ] += 1
-            if (why := self._unexplained(seen, record)) is not None:
+            if any(seen.at - HANG - 5 <= at <= seen.at + 5 for at in self.paused):
+                self.ends["not judged: the machine stood still"] += 1
+            elif (why := self._unexplained(seen, record)) is not None:
                 self.wrong.append(f"{id}: {why}; client: {seen}; record: {_short(record)}")
 
     def _unexplained(self, seen: Seen, record: dict[str, Any]) -> str | None:
@@ -250,12 +254,21 @@ class Soak:
         workers = max(1, round(self.options.load * PLACES * 2))
         self.started = time.monotonic()
         tasks = [asyncio.create_task(self._client()) for _ in range(workers)]
+        beat = asyncio.create_task(self._beat())
         breaks, watch = asyncio.create_task(self._break()), asyncio.create_task(self._watch())
         await asyncio.sleep(self.options.minutes * 60)
         self.over = True
         await asyncio.gather(*tasks, breaks)
         self.ended = time.monotonic()
         await watch
+        beat.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.5)
+            if time.monotonic() - before > 3.0:
+                self.book.paused.append(time.monotonic())
 
     # -- clients --------------------------------------------------------------------------------------------------------
 
@@ -384,15 +397,24 @@ class Soak:
                     self.samples.append((now, *self._sample()))
                 await asyncio.sleep(0.5)
 
+    async def _at_rest(self) -> dict[str, dict[str, int]]:
+        """What is left of each backend, once nothing is, or after 20 s."""
+        end = time.monotonic() + 20
+        while True:
+            await asyncio.sleep(1.0)
+            backends = await asyncio.to_thread(self.gateway.backends)
+            keys = ("in_flight", "in_flight_tokens", "connections")
+            left = {n: {key: backend[key] for key in keys} for n, backend in backends.items()}
+            left = {name: figures for name, figures in left.items() if any(figures.values())}
+            if not left or time.monotonic() > end:
+                return left
+
     async def _report(self) -> int:
         book, bad = self.book, list(self.book.wrong)
         bad += [f"{id}: no record; client: {seen}" for id, seen in book.seen.items()]
         bad += [f"{id}: nobody asked; record: {_short(record)}" for id, record in book.told.items()]
-        await asyncio.sleep(6.0)
-        for name, backend in (await asyncio.to_thread(self.gateway.backends)).items():
-            left = {key: backend[key] for key in ("in_flight", "in_flight_tokens", "connections")}
-            if any(left.values()):
-                bad.append(f"{name} has not come to rest: {left}")
+        for name, left in (await self._at_rest()).items():
+            bad.append(f"{name} has not come to rest: {left}")
         rss, descriptors = self._sample()
         quarter = [s for s in self.samples if self.samples[-1][0] * 0.25 <= s[0] <= self.samples[-1][0] * 0.5]
         last = [s for s in self.samples if s[0] >= self.samples[-1][0] * 0.75]
@@ -419,7 +441,7 @@ class Soak:
         print(
             f"descriptors: {self.at_rest[1]} at rest before, {max(s[2] for s in self.samples)} at most, {descriptors} after"
         )
-        print(f"unexplained: {len(bad)}")
+        print(f"stood still: {len(book.paused)} times; unexplained: {len(bad)}")
         for line in bad[:40]:
             print(f"  {line}")
         return 1 if bad else 0
