@@ -103,6 +103,8 @@ class Continuation:
         self._transcript = None
         body, asked = self._asked.body, self._asked
         assert isinstance(body, RequestBody)
+        for name in asked.route.backends:
+            self._abilities.of(name)  # so that it is known when it is needed
         self._ability = self._abilities.of(backend.name)
         if not self._ability.exact:
             self.why = "backend"

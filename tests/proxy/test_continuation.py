@@ -289,6 +289,19 @@ async def test_backends_that_cut_text_otherwise_do_not_finish_each_others_answer
         assert (await gateway.record()).continuation is Ending.NOBODY
 
 
+async def test_whoever_may_be_needed_is_asked_before_it_is(
+    make_gateway: MakeGateway, sims: tuple[Running, Running]
+) -> None:
+    gateway = await two_backends(make_gateway, sims)
+    await gateway.ask(CHAT, body(TEXT))
+    first = (await gateway.record()).backend or ""
+    (rest,) = {"a", "b"} - {first}
+    gateway.app.abilities._known.pop(rest)  # as of one that was ejected
+    await gateway.ask(CHAT, body(TEXT))
+    await gateway.app.abilities.settled()
+    assert gateway.app.abilities._known[rest][1].exact
+
+
 async def test_by_default_nothing_is_asked_for_and_nothing_goes_on(
     make_gateway: MakeGateway, sims: tuple[Running, Running]
 ) -> None:

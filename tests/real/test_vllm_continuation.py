@@ -233,6 +233,7 @@ async def test_every_way_to_break_leaves_every_answer_whole(start_vllm: StartVll
             os.killpg(pid, signal.SIGCONT)
         await assert_whole(gateway, stalled, whole)
         await a.until_running(0, within=30.0)
+        await until(1, lambda: int(gateway.backends()["a"]["state"] == "healthy"), within=120.0)
         for name, server, break_it in (("engine", b, b.kill_engine), ("abort", a, a.terminate_engine)):
             first = "b" if server is b else "a"
             broken = await break_in_the_middle(gateway, client, first, name, break_it)
