@@ -90,9 +90,15 @@ class ClientConnection(web.RequestHandler):
         super().data_received(data)
         if self._request_count != requests:
             self._head, self._unread = _stopped(self._head), _stopped(self._unread)
-        elif self._head is None and self._current_request is None and self._patience is not None:
+        elif self._head is None and self._awaits_head and self._patience is not None:
             patience = self._patience
             self._head = patience.clock.call_at(patience.clock.now() + patience.header, self._head_overdue)
+
+    @property
+    def _awaits_head(self) -> bool:
+        """Nothing is asked: what comes is a head. Else it is a body, also before its request is begun."""
+        waiter = self._waiter
+        return self._request_count == 0 or (waiter is not None and not waiter.done())
 
     def _head_overdue(self) -> None:
         transport = self.transport

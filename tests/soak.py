@@ -245,8 +245,10 @@ class Soak:
                 async with self.session.post(
                     url + "/v1/chat/completions", json=_body(prompt, False)
                 ) as response:
+                    text = await response.text()
+                    assert response.status == 200, (url, text)
                     answers.append(Answer())
-                    answers[-1].add(await response.json())
+                    answers[-1].add(json.loads(text))
             assert answers[0] == answers[1] == answers[2], (prompt, answers)
             self.wholes[prompt] = answers[0]
 

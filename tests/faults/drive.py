@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,13 @@ class After(Gate):
         await self._clock.sleep(self._seconds)
 
 
-async def patiently(clock: FakeClock, coroutine: Coroutine[Any, Any, Any], what: str) -> Any:
-    """Its result. Time moves while nothing else does."""
+async def patiently(
+    clock: FakeClock,
+    coroutine: Coroutine[Any, Any, Any],
+    what: str,
+    may_wait: Callable[[], object] = lambda: True,
+) -> Any:
+    """Its result. Time moves while nothing else does, and `may_wait` says so."""
     task = asyncio.ensure_future(coroutine)
     end = clock.time + PATIENCE
     try:
@@ -190,6 +195,9 @@ async def patiently(clock: FakeClock, coroutine: Coroutine[Any, Any, Any], what:
                 if task.done():
                     break
             else:
+                if not may_wait():
+                    await asyncio.sleep(0.001)
+                    continue
                 if clock.time > end:
                     raise AssertionError(f"{what} hangs: not over after {PATIENCE:g} s")
                 clock.advance(1.0)

@@ -76,7 +76,9 @@ class World:
 
     async def ask(self, *, stream: bool, **more: Any) -> Got:
         """What the application gets."""
-        got: Got = await patiently(self.clock, self._ask(stream=stream, **more), "the request")
+        running = self.gateway.app.gateway.exchanges  # until the SDK has sent it, no time passes
+        asked = self._ask(stream=stream, **more)
+        got: Got = await patiently(self.clock, asked, "the request", lambda: running)
         return got
 
     async def _ask(self, *, stream: bool, **more: Any) -> Got:

@@ -13,7 +13,7 @@ from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
 from tests.proxy.scenes import QUIET, eventually, polled
 from tests.proxy.test_backpressure import held
-from tests.scripted import ScriptedBackend, event, sse, whole
+from tests.scripted import ScriptedBackend, WaitFor, chat_json, event, sse, whole
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 REQUEST = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -58,6 +58,21 @@ async def test_a_head_that_trickles_in_is_cut_off_however_steadily(
     assert response.headers["connection"] == "close"
     await eventually(lambda: not connections(gateway), "the end of the connection")
     assert not gateway.records.closed
+
+
+async def test_a_body_that_comes_behind_its_head_is_no_head_that_never_ends(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    """Read before the request is begun: the answer would have been cut ten seconds later."""
+    gateway, clock = await made(make_gateway, backend)
+    gate = asyncio.Event()
+    backend.answer([WaitFor(gate), *chat_json()])
+    async with await gateway.connect() as client:
+        client.send(CHAT, chat(padding="x" * (1 << 20)))
+        await backend.received(0)
+        clock.advance(30.0)
+        gate.set()
+        assert (await client.read()).status == 200
 
 
 async def test_a_head_in_pieces_within_its_time_is_as_good_as_any(
