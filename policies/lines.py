@@ -84,6 +84,10 @@ class Line:
         one.late = True
         self._put(one)
 
+    def count(self, share: str | None) -> int:
+        """How many of this tenant wait."""
+        return sum([len(side.get(share or "", ())) for side in self.sides])
+
     def before(self, one: Waiting) -> tuple[int, float]:
         """How many would go before this one, came it now; and their costs."""
         tag = self._next_tag(one)

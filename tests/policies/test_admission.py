@@ -444,3 +444,15 @@ def test_who_waits_for_a_backend_that_said_when_it_takes_more_goes_then() -> Non
     assert isinstance(site.offer(1, short()), Wait)
     site.until(5.0)
     assert site.went[1] == (pytest.approx(1.5, abs=0.02), "fp8")
+
+
+def test_under_overload_what_is_let_in_line_starts_in_time_and_the_rest_is_told_at_once() -> None:
+    """Three times what fits: after the first wrong forecasts nobody waits in vain."""
+    site = Site()
+    flood(site, 4000, 0.01, short())
+    waited_in_vain = [id for id, shed in site.shed.items() if shed.reason is ShedReason.EXPIRED]
+    assert len(site.shed) > 2000
+    assert len(waited_in_vain) < 0.02 * len(site.shed)
+    assert len([id for id in waited_in_vain if id > 1000]) < 0.005 * len(site.shed)
+    late = [id for id, (at, _) in site.went.items() if at - site.arrived[id][0] > SLO.ttft_seconds]
+    assert len(late) < 0.01 * len(site.went)
