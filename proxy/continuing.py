@@ -27,7 +27,7 @@ from proxy.pool import Backend
 from proxy.record import Ending, Record
 from proxy.toolwork import raw_engine
 from proxy.wire.body import scan_object
-from proxy.wire.continuation import MOST_TORN, Transcript, torn
+from proxy.wire.continuation import ABORT, MOST_TORN, Transcript, torn
 from proxy.wire.continuationskip import Differs
 from proxy.wire.continuationstream import ContinuedStream, ContinuedText, Legs
 from proxy.wire.continuationterms import Terms, read_terms
@@ -161,7 +161,7 @@ class Continuation:
         assert transcript is not None
         assert terms is not None
         said, prompt = transcript.said, transcript.prompt_ids.tolist()
-        if not transcript.usable or transcript.finish not in (None, "abort"):
+        if not transcript.usable or transcript.finish not in (None, ABORT):
             raise Stuck("ids")
         ids = transcript.ids.tolist()
         raw = await self._decoded(backend, ids)

@@ -155,7 +155,9 @@ class StreamReply(Reply):
         for choice in self.choices:
             if choice.cutter.left:
                 last = self.events.abort(choice.index, self.counts)
-                self.answer.push(shapes.with_fingerprint(last))
+                self.answer.push(last if self.ask.usage else shapes.with_fingerprint(last))
+        if self.ask.usage:
+            self.answer.push(self.events.usage(self.counts))
         self._close()
 
     def _say(self, choice: Choice, n: int) -> None:

@@ -21,6 +21,9 @@ import orjson
 from proxy.wire.sse import Splitter, fields
 from proxy.wire.streams import choice_index
 
+ABORT = "abort"
+"""The finish_reason of what vLLM gives up."""
+
 DONE = b"data: [DONE]\n\n"
 
 MAX_KEPT = 64 * 1024
@@ -139,7 +142,7 @@ class Transcript:
     def strip(self, event: bytes) -> bytes:
         """The event as it would have come had nobody asked for ids."""
         if self._closed:
-            return event
+            return b"" if self.finish == ABORT else event  # vLLM tells usage behind an abort: of a part
         plain = None
         if self.prompt_ids and _GOES_ON in event:
             plain = _NEXT.match(event, event.find(_KEY))  # nearly all, as vLLM spells them
@@ -164,6 +167,7 @@ class Transcript:
         stripped = _IDS.sub(take, event)
         if (finish := _FINISH.search(stripped)) is not None:
             self.finish = finish[1].decode()
+            self._closed = self.finish == ABORT
         elif not taken:
             spoken = _spoken(event)
             self._closed = spoken is None

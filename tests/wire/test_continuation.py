@@ -223,6 +223,17 @@ def test_what_comes_behind_an_event_that_is_refused_is_not_part_of_the_answer(re
     assert (transcript.ids.tolist(), transcript.finish, transcript.usable) == ([5], None, True)
 
 
+def test_behind_an_abort_nothing_reaches_anybody() -> None:
+    """vLLM goes on with usage, of the part that it generated, and the end mark."""
+    transcript = Transcript(shows_usage=True)
+    abort = b'data: {"choices":[{"delta":{},"finish_reason":"abort","token_ids":[5]}]}\n\n'
+    assert b"abort" in transcript.strip(abort)
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
+    assert [transcript.strip(event) for event in (usage, DONE)] == [b"", b""]
+    transcript.next_leg([5])
+    assert transcript.strip(usage) == usage
+
+
 def test_text_without_ids_makes_an_answer_that_cannot_go_on() -> None:
     transcript = Transcript(shows_usage=True)
     transcript.prompt_ids.append(1)
