@@ -15,7 +15,8 @@ alone ejects nobody: it may be the requests, and then every backend would go in 
 Rules: all transitions live here; the pool only keeps the value. Only probes and trials bring a backend back, since an
 ejected one gets no requests. What the client caused (4xx, an overflow) and what a busy backend said (429) never
 counts; COUNTED is the whole list. What is only inferred (a row, an outlier) ejects no more than a share of the pool
-(`spare`); what is certain (a refused connection, a failed probe or trial) always does.
+(`spare`), and who is out for that alone (`guessed`) still gets what would else be refused; what is certain (a refused
+connection, a failed probe or trial) always does.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class BreakerParams:
 class Health:
     """since: when the state was entered, until: when it may return at the earliest, seconds. failures: certain ones in a
     row (connects and probes), errors: answers that failed in a row, successes: good probes in a row, once ejected.
-    doubts: how often it was doubted since it last answered a request.
+    doubts: how often it was doubted since it last answered a request. guessed: it is out for what was only inferred.
 
     A backend starts healthy: it gets requests before its first probe, and loses them by failing.
     """
@@ -94,6 +95,7 @@ class Health:
     errors: int = 0
     doubts: int = 0
     until: float = 0.0
+    guessed: bool = False
 
     @property
     def healthy(self) -> bool:
@@ -103,6 +105,11 @@ class Health:
     @property
     def suspect(self) -> bool:
         return self.state is HealthState.SUSPECT
+
+    @property
+    def last_resort(self) -> bool:
+        """Gets what no other can take: in doubt, or out on a guess. An attempt there beats a refusal."""
+        return self.suspect or self.guessed
 
     @property
     def wants_trial(self) -> bool:
@@ -136,11 +143,11 @@ def on_failure(
         return health
     health = replace(health, errors=health.errors + 1)
     if outlier and spare:
-        return _eject(health, now, params)
+        return _eject(health, now, params, guessed=True)
     if health.errors < params.failures_to_eject or health.suspect:
         return health
     if spare and (health.doubts or not params.trials):
-        return _eject(health, now, params)  # a good trial did not help
+        return _eject(health, now, params, guessed=True)  # a good trial did not help
     return Health(HealthState.SUSPECT, now, doubts=health.doubts + 1)
 
 
@@ -149,7 +156,7 @@ def on_suspicion(health: Health, now: float, params: BreakerParams, *, spare: bo
     if health.state is not HealthState.HEALTHY:
         return health
     if spare and not params.trials:
-        return _eject(health, now, params)
+        return _eject(health, now, params, guessed=True)
     return Health(HealthState.SUSPECT, now, errors=health.errors, doubts=max(1, health.doubts))
 
 
@@ -183,17 +190,17 @@ def on_trial(health: Health, ok: bool, now: float, params: BreakerParams) -> Hea
 def _failed(health: Health, now: float, params: BreakerParams) -> Health:
     """A certain failure. What was only inferred before is not forgotten by it."""
     if health.state is HealthState.EJECTED:
-        return replace(health, successes=0) if health.successes else health
+        return replace(health, successes=0, guessed=False) if health.successes or health.guessed else health
     if health.failures + 1 >= params.failures_to_eject or health.state is HealthState.RETURNING:
         return Health(HealthState.EJECTED, now, doubts=health.doubts)
     return replace(health, failures=health.failures + 1)
 
 
-def _eject(health: Health, now: float, params: BreakerParams) -> Health:
+def _eject(health: Health, now: float, params: BreakerParams, *, guessed: bool = False) -> Health:
     """For what its answers were: for a while, twice as long each time that it was in doubt before."""
     doubts = health.doubts if health.suspect else health.doubts + 1
     seconds = min(params.most_eject_seconds, params.eject_seconds * 2.0 ** min(doubts - 1, 30))
-    return Health(HealthState.EJECTED, now, doubts=doubts, until=now + seconds)
+    return Health(HealthState.EJECTED, now, doubts=doubts, until=now + seconds, guessed=guessed)
 
 
 class Answers:

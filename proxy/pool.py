@@ -344,15 +344,17 @@ class Pool:
             self.changed()
 
     def _tell(self, backend: Backend, before: Health, why: str, now: float) -> None:
-        if before.state is not backend.health.state:
-            health = backend.health
+        health = backend.health
+        if before.state is not health.state:
             level = logging.INFO if health.state is HealthState.HEALTHY else logging.WARNING
             log.log(level, "backend %s is %s (%s)", backend.name, health.state.value, why)
             if health.healthy and not before.healthy:
                 backend.answers = Answers()  # what it was like is not what it is now
             if health.state is HealthState.HEALTHY:
                 backend.stuck = False
-            self.fleet.set_state(now, backend.name, healthy=health.healthy, suspect=health.suspect)
+        if before.state is not health.state or before.guessed is not health.guessed:
+            usable = health.healthy or health.last_resort
+            self.fleet.set_state(now, backend.name, healthy=usable, suspect=health.last_resort)
             self.changed()
 
     # -- PoolAdmin ----------------------------------------------------------------------------------------------

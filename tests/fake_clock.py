@@ -24,6 +24,8 @@ class FakeClock:
         self.time = start
         self._timers: list[tuple[float, int, FakeTimer]] = []
         self._order = itertools.count()
+        self.sleepers: list[str] = []
+        """Names of the tasks that sleep."""
 
     def now(self) -> float:
         return self.time
@@ -77,8 +79,19 @@ class FakeClock:
 
     async def sleep(self, seconds: float) -> None:
         done = asyncio.get_running_loop().create_future()
-        timer = self.call_at(self.time + seconds, lambda: done.done() or done.set_result(None))
+        timer = self.call_at(self.time + seconds, lambda: self._wake(done, name))
+        task = asyncio.current_task()
+        assert task is not None
+        name = task.get_name()
+        self.sleepers.append(name)
         try:
             await done
         finally:
             timer.cancel()
+            if name in self.sleepers and not done.done():
+                self.sleepers.remove(name)
+
+    def _wake(self, done: asyncio.Future[None], name: str) -> None:
+        if not done.done():
+            self.sleepers.remove(name)
+            done.set_result(None)

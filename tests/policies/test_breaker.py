@@ -82,7 +82,11 @@ DOUBTED, BACK = HealthState.SUSPECT, HealthState.RETURNING
         ("eeet", Health(UP, since=4, doubts=1), "it was the requests"),
         ("eeeT", Health(OUT, since=4, doubts=1, until=9), "it was the backend"),
         ("eeets", Health(UP, since=4), "an answer ends all doubts"),
-        ("eeeteee", Health(OUT, since=7, doubts=2, until=17), "a trial is believed once, not twice"),
+        (
+            "eeeteee",
+            Health(OUT, since=7, doubts=2, until=17, guessed=True),
+            "a trial is believed once, not twice",
+        ),
         ("eeetEEE", Health(DOUBTED, since=7, doubts=2), "but not when too many are out"),
         ("eees", Health(DOUBTED, since=3, doubts=1), "an answer that began before ends no suspicion"),
         ("eeep", Health(DOUBTED, since=3, doubts=1), "nor does a probe"),
@@ -96,19 +100,37 @@ DOUBTED, BACK = HealthState.SUSPECT, HealthState.RETURNING
         ("eeeTppppppP", Health(OUT, since=11, doubts=1), "gone before it was asked"),
         ("eeeTppppppp", Health(BACK, since=10, doubts=1), "a probe is no trial"),
         ("eeeTppppppe", Health(BACK, since=10, doubts=1), "late failures of old requests say nothing"),
-        ("eeeTppppppteee", Health(OUT, since=14, doubts=2, until=24), "back, failing again: out at once"),
+        (
+            "eeeTppppppteee",
+            Health(OUT, since=14, doubts=2, until=24, guessed=True),
+            "back, failing again: out at once",
+        ),
         ("cccpp", Health(UP, since=5), "who only was not there needs no trial"),
         ("u", Health(DOUBTED, since=1, doubts=1), "no progress: a trial"),
         ("ut", Health(UP, since=2, doubts=1), "which was good"),
         ("utu", Health(DOUBTED, since=3, doubts=1), "no progress again: another trial"),
         ("uT", Health(OUT, since=2, doubts=1, until=7), "a bad one is believed at once"),
-        ("uteee", Health(OUT, since=5, doubts=2, until=15), "failed answers after it need no further one"),
+        (
+            "uteee",
+            Health(OUT, since=5, doubts=2, until=15, guessed=True),
+            "failed answers after it need no further one",
+        ),
         ("uu", Health(DOUBTED, since=1, doubts=1), "one suspicion is one"),
         ("cccu", Health(OUT, since=3), "out is out"),
-        ("o", Health(OUT, since=1, doubts=1, until=6), "an outlier is out"),
+        ("o", Health(OUT, since=1, doubts=1, until=6, guessed=True), "an outlier is out"),
+        ("oP", Health(OUT, since=1, doubts=1, until=6), "a failed probe makes a guess certain"),
+        (
+            "op",
+            Health(OUT, since=1, doubts=1, until=6, guessed=True),
+            "a good one does not end it before its time",
+        ),
         ("O", Health(UP, errors=1), "but for the share"),
         ("OOO", Health(DOUBTED, since=3, doubts=1), "then it is like any other"),
-        ("eeeo", Health(OUT, since=4, doubts=1, until=9), "a suspect that is an outlier needs no trial"),
+        (
+            "eeeo",
+            Health(OUT, since=4, doubts=1, until=9, guessed=True),
+            "a suspect that is an outlier needs no trial",
+        ),
         ("t", Health(UP), "a trial that nobody wanted says nothing"),
         ("T", Health(UP), "neither way"),
         ("cccT", Health(OUT, since=3), "nor of one that is out"),
@@ -126,9 +148,9 @@ def test_thresholds_of_one_react_at_once() -> None:
 
 def test_without_trials_a_row_ejects_and_probes_bring_back() -> None:
     blind = BreakerParams(trials=False)
-    assert after("eee", blind) == Health(OUT, since=3, doubts=1, until=8)
+    assert after("eee", blind) == Health(OUT, since=3, doubts=1, until=8, guessed=True)
     assert after("eeepppppp", blind) == Health(UP, since=9, doubts=1)
-    assert after("u", blind) == Health(OUT, since=1, doubts=1, until=6)
+    assert after("u", blind) == Health(OUT, since=1, doubts=1, until=6, guessed=True)
     assert after("U", blind) == Health(DOUBTED, since=1, doubts=1)
     assert after("EEE", blind) == Health(DOUBTED, since=3, doubts=1)
     assert after("EEEpp", blind) == Health(UP, since=5, doubts=1)
