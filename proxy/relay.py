@@ -257,22 +257,21 @@ class Relay:
             self._answer.push(piece)
 
     def end(self) -> None:
+        # `stop` gives the connection back, behind the last write: that may fill the client's buffer, and a connection
+        # that is given back before would be paused for good, under whoever has it next.
         self._heard_at = self._now()
         if self._mode is _Mode.BUFFER:
-            self._connection.release()
             body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
             self._finish(Result(reply=Reply(self._status, self._headers, body)))
             return
         if self._mode is _Mode.PIPE:
             if not self.events_sent and not self._pipe():
                 return
-            self._connection.release()
             self._answer.finish()
             self._finish(Result())
             return
         reader = self._reader
         assert reader is not None
-        self._connection.release()
         if not reader.events:
             self.fault(FaultKind.EMPTY, Outcome.UPSTREAM_CUT, "the backend ended the stream without an event")
         elif reader.complete() and not reader.pending.strip():

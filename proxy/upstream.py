@@ -315,13 +315,25 @@ class ConnectionPool:
     async def connect(self) -> UpstreamConnection:
         """A new connection. Raises OSError (ssl.SSLError included); the caller sets the deadline."""
         loop = asyncio.get_running_loop()
-        _, protocol = await loop.create_connection(
-            lambda: UpstreamConnection(self),
-            self._host,
-            self._port,
-            ssl=self._tls,
-            server_hostname=self._host if self._tls is not None else None,
-        )
+        made: list[UpstreamConnection] = []
+
+        def make() -> UpstreamConnection:
+            made.append(UpstreamConnection(self))
+            return made[-1]
+
+        try:
+            _, protocol = await loop.create_connection(
+                make,
+                self._host,
+                self._port,
+                ssl=self._tls,
+                server_hostname=self._host if self._tls is not None else None,
+            )
+        except BaseException:
+            # Given up in the moment it stood: uvloop closes it and never tells it, and `close` would wait for it.
+            for connection in made:
+                connection.connection_lost(None)
+            raise
         return protocol
 
     def put(self, connection: UpstreamConnection) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.errors import Outcome
 from proxy.exchange import Exchange
-from proxy.front import ClientConnection
+from proxy.front import Answer, ClientConnection
 from proxy.relay import Relay
 from tests.client import Connection
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
@@ -160,6 +160,32 @@ async def test_an_unread_answer_holds_back_the_next_one_of_the_same_connection(
         client.next()
         second = await client.read()
         assert (second.complete, len(second.body)) == (True, MORE_THAN_KERNELS_HOLD)
+    await gateway.ended(Outcome.OK, Outcome.OK)
+    await settled(gateway, pooled=1)
+
+
+@pytest.mark.parametrize("kind", ["events", "sound"])
+async def test_a_client_whom_the_last_write_fills_does_not_stop_the_backends_connection_for_who_has_it_next(
+    make_gateway: MakeGateway, backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    gateway = await make_gateway(backend, config=QUIET)
+    finish = Answer.finish
+
+    def fill(answer: Answer, last: bytes = b"") -> None:
+        finish(answer, last)
+        answer._connection.pause_writing()  # as the transport does when more waits than it likes
+
+    async with await gateway.connect() as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(Answer, "finish", fill)
+            if kind == "events":
+                client.send(CHAT, chat(stream=True))
+            else:
+                backend.answer(sound(1))
+                ask_speech(client)
+            assert (await client.read()).complete
+    assert (await gateway.chat(stream=True)).text == "Hello there."
+    assert backend.requests[1].reused
     await gateway.ended(Outcome.OK, Outcome.OK)
     await settled(gateway, pooled=1)
 

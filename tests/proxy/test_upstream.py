@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import ssl
 from pathlib import Path
 
 import pytest
 
 from proxy.errors import Outcome
-from proxy.upstream import ConnectionPool
+from proxy.upstream import ConnectionPool, UpstreamConnection
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
 from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, Dialect
 from tests.proxy.scenes import QUIET, polled, settled
 from tests.scripted import (
+    DEADLINE,
     Chunk,
     Close,
     Ending,
@@ -404,6 +406,31 @@ async def test_chunks_cut_anywhere_by_the_network_are_the_same_stream(
         response = await client.read()
     assert (response.complete, response.body) == (True, b"".join(CHAT_DIALECT.events))
     await settled(gateway, pooled=1)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+async def test_who_gives_up_in_the_moment_the_connection_stands_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    """uvloop closes such a connection without a word to it; the pool waited for that word for ever."""
+    context, authority = server_tls()
+    trust = ssl.create_default_context(cadata=authority.decode())
+    async with ScriptedBackend(tls=context if tls else None) as backend:
+        pool = ConnectionPool(FakeClock(), "127.0.0.1", backend.port, trust if tls else None)
+        opened = pool.opened
+
+        def give_up(connection: UpstreamConnection) -> None:
+            opened(connection)
+            connecting.cancel()
+
+        monkeypatch.setattr(pool, "opened", give_up)
+        connecting = asyncio.create_task(pool.connect())
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        assert pool.open_connections == 0
+        async with asyncio.timeout(DEADLINE):
+            await pool.close()
+        await backend.until(lambda: not backend.open_connections, "the connection's end")
 
 
 async def test_closing_the_gateway_closes_its_connections(
