@@ -25,7 +25,8 @@ def requirements() -> tuple[dict[str, str], list[str]]:
     (allowed,) = (line for line in project["dependencies"] if line.startswith("aiohttp"))
     oldest = re.fullmatch(r"aiohttp>=([\d.]+),<[\d.]+", allowed)
     assert oldest is not None, f"{allowed}: which is the oldest?"
-    tools = [line for line in project["optional-dependencies"]["test"] if not line.startswith("tierline[")]
+    extras = project["optional-dependencies"]
+    tools = [line for line in extras["test"] + extras["demo"] if not line.startswith("tierline[")]
     return {"oldest": f"aiohttp=={oldest[1]}", "newest": allowed}, tools
 
 
