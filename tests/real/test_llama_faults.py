@@ -66,7 +66,8 @@ async def _signal(server: LlamaServer, number: int) -> None:
 
 FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "kill -9": (signal.SIGKILL, ("upstream_cut",)),
-    "SIGTERM": (signal.SIGTERM, ("upstream_cut", "upstream_error")),
+    # It may also fall silent with the connection open, as long as that stream is not written to its end.
+    "SIGTERM": (signal.SIGTERM, ("upstream_cut", "upstream_error", "upstream_timeout")),
     "SIGSTOP": (signal.SIGSTOP, ("upstream_timeout",)),
 }
 
