@@ -283,7 +283,7 @@ lane_data_received(Lane *self, PyObject *data)
 static PyMethodDef lane_methods[] = {
     {"open", (PyCFunction)lane_open, METH_VARARGS, "open(shape, write, now, marks, fold)"},
     {"close", (PyCFunction)lane_close, METH_NOARGS, "Until it is opened again everything goes the long way."},
-    {"forget", (PyCFunction)lane_forget, METH_NOARGS, "Another exchange begins."},
+    {"forget", (PyCFunction)lane_forget, METH_NOARGS, "The exchange is over: nothing of it is held."},
     {"data_received", (PyCFunction)lane_data_received, METH_O, "A read: by the lane, or `received`."},
     {NULL, NULL, 0, NULL},
 };

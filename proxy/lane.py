@@ -36,6 +36,12 @@ LONGEST = 4096
 SIZE_LINES = _size_lines(LONGEST)
 
 
+def _nowhere(data: bytes) -> None: ...
+
+
+def _nothing() -> None: ...
+
+
 class PythonLane:
     """A protocol whose chunks may take the short way, once it is opened; `received` is the long one.
 
@@ -48,9 +54,12 @@ class PythonLane:
         self.forget()
 
     def forget(self) -> None:
-        """Another exchange begins."""
+        """The exchange is over: nothing of it is held."""
         self._open = False
         self._shape: Shape | None = None
+        self._write: Callable[[bytes], object] = _nowhere
+        self._fold: Callable[[], None] = _nothing
+        self._marks: list[float] = []
         self.sent = 0
 
     def open(

@@ -98,7 +98,6 @@ class UpstreamConnection(Lane, asyncio.Protocol):
         self._head_bytes = self._status = 0
         self._head_ready = self._complete = self._at_eof = self._reusable = self.answered = False
         self._chunked = self._in_chunk = False
-        self.forget()
         if len(body) < 16384:
             transport.write(head + body)
         else:
@@ -112,7 +111,7 @@ class UpstreamConnection(Lane, asyncio.Protocol):
     def detach(self) -> None:
         """End the exchange from our side. Unless it was complete the connection is closed at once, so that the
         backend stops generating. Nothing to do after `release` or `lost`."""
-        self.close()
+        self.forget()  # the lane holds the sink, and with it the request: not while the connection is idle
         if self._sink is None:
             return
         if self._complete:  # the sink wants no more of a message that ended in this very read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import hashlib
 
@@ -23,8 +24,10 @@ from tests.scripted import (
     Raw,
     ScriptedBackend,
     Step,
+    WaitFor,
     chat_event,
     server_tls,
+    sse,
 )
 
 LOOPS = "both"
@@ -259,6 +262,32 @@ async def test_a_request_that_the_backend_does_not_read_is_held_once(
         assert (await client.read()).status == 200
     await gateway.ended(Outcome.OK)
     await settled(gateway, pooled=1)
+
+
+async def test_an_idle_connection_holds_nothing_of_the_stream_before(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    gateway, gates = await make_gateway(backend), [asyncio.Event(), asyncio.Event()]
+    words = [chat_event({"content": word}) for word in (" one", " two", " three")]
+    head, first, *rest = sse(*words, chat_event({}, "stop"))
+    backend.answer([head, first, WaitFor(gates[0]), rest[0], WaitFor(gates[1]), *rest[1:]])
+    gc.collect()
+    gc.disable()
+    try:
+        async with await gateway.connect() as client:
+            client.send(CHAT, chat("x" * 1000, stream=True))
+            await client.read_until(words[0])
+            gates[0].set()
+            await client.read_until(words[1])
+            (upstream,) = gateway.app.pool.backends["a"].connections._all
+            assert upstream.sent == len(words[1])  # by the lane
+            gates[1].set()
+            assert (await client.read()).body.endswith(DONE)
+        await settled(gateway, pooled=1)
+        alive = [found for found in gc.get_objects() if isinstance(found, Exchange | Relay)]
+        assert alive == []
+    finally:
+        gc.enable()
 
 
 async def test_a_request_leaves_no_circle_for_the_collector_to_find(

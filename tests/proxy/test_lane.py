@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -201,6 +202,26 @@ def test_the_client_may_be_gone_while_a_chunk_is_written_to_it(form: type[Python
     trip.lane.data_received(delta(b"y"))
     assert trip.written == [delta(b"x")]
     assert trip.received == [delta(b"y")]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exchange_that_is_over_is_not_held(form: type[PythonLane]) -> None:
+    trip = Trip(form)
+
+    class Client:
+        def write(self, data: bytes) -> None: ...
+
+        def fold(self) -> None: ...
+
+    client = Client()
+    gone = weakref.ref(client)
+    trip.lane.forget()
+    trip.lane.open(trip.shape, client.write, lambda: 7.0, [], client.fold)
+    trip.lane.data_received(delta(b"x"))
+    del client
+    assert gone() is not None
+    trip.lane.forget()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("form", FORMS)
