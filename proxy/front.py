@@ -259,6 +259,14 @@ def send_continue(request: web.BaseRequest) -> None:
         request.transport.write(_CONTINUE)
 
 
+def _write(transport: asyncio.WriteTransport, head: bytes, body: bytes) -> None:
+    """Both in one write; a large body is not copied for it."""
+    if len(body) < 16384:
+        transport.write(head + body)
+    else:
+        transport.writelines((head, body))
+
+
 class Answer(web.StreamResponse):
     """One response, written by the relay."""
 
@@ -315,10 +323,8 @@ class Answer(web.StreamResponse):
         if transport is not None:
             if self._bodyless or status == 204:
                 transport.write(head)
-            elif len(body) < 16384:
-                transport.write(head + body)
             else:
-                transport.writelines((head, body))
+                _write(transport, head, body)
         self.bytes_out += len(body)
         self.started = self.finished = True
 
@@ -328,34 +334,28 @@ class Answer(web.StreamResponse):
         """Send the head, and with it the first piece of a body of `length` bytes (None: not known)."""
         head = self._head(status, headers, length)
         self.started = True
+        piece = self._framed(first) if first else b""
         transport = self._connection.transport
-        if transport is None:
-            return
-        if first:
-            self.bytes_out += len(first)
-            if self._framing == "chunked":
-                first = b"%x\r\n%b\r\n" % (len(first), first)
-            else:
-                self._left -= len(first)
-        if len(first) < 16384:
-            transport.write(head + first)
-        else:
-            transport.writelines((head, first))
+        if transport is not None:
+            _write(transport, head, piece)
 
     def push(self, data: bytes) -> None:
         """Send a piece of the body. Empty pieces are nothing (an empty chunk would end the body)."""
         if not data:
             return
+        piece = self._framed(data)
         # aiohttp forgets the transport when the client goes; uvloop refuses a write to a closed one.
         transport = self._connection.transport
+        if transport is not None:
+            transport.write(piece)
+
+    def _framed(self, data: bytes) -> bytes:
+        """A piece of the body as it goes out; counted."""
         self.bytes_out += len(data)
-        if transport is None:
-            return
         if self._framing == "chunked":
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        else:
-            self._left -= len(data)
-            transport.write(data)
+            return b"%x\r\n%b\r\n" % (len(data), data)
+        self._left -= len(data)
+        return data
 
     def chunk_writer(self) -> Callable[[bytes], object] | None:
         """Where whole HTTP chunks may be written as long as the client is there (`watch`). None: it takes none, or is
@@ -371,13 +371,11 @@ class Answer(web.StreamResponse):
         transport = self._connection.transport
         if transport is None:
             return
-        self.bytes_out += len(last)
+        piece = self._framed(last) if last else b""
         if self._framing == "chunked":
-            transport.write(b"%x\r\n%b\r\n%b" % (len(last), last, _LAST_CHUNK) if last else _LAST_CHUNK)
-            return
-        if last:
-            self._left -= len(last)
-            transport.write(last)
+            piece += _LAST_CHUNK
+        if piece:
+            transport.write(piece)
         if self._framing == "length" and self._left != 0:
             self.abort()
 
