@@ -18,11 +18,12 @@ import json
 import selectors
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import TypeVar
 
 import aiohttp
 import uvloop
@@ -35,6 +36,8 @@ from proxy.clock import Timer
 from proxy.config import loads
 from proxy.sim.server import Options, Simulator
 from tests.fake_clock import FakeClock
+
+T = TypeVar("T")
 
 FLEET = {"fp8": "fp8-mtp3-tp2-v17", "bf16": "bf16-dflash8-tp2-v17"}
 BYTES = 4
@@ -136,6 +139,25 @@ class IdleClock(FakeClock):
                     self.advance(max(0.0, self._timers[0][0] - self.time))
 
 
+def on_idle_clock(live: Callable[[IdleClock], Coroutine[object, object, T]]) -> T:
+    """What comes of `live`, in a loop and on a clock of its own that moves only when everybody waits."""
+    selector = Counting()
+
+    async def run() -> T:
+        clock = IdleClock(selector)
+        mover = asyncio.ensure_future(clock.run())
+        running = asyncio.ensure_future(live(clock))
+        await asyncio.wait([mover, running], return_when=asyncio.FIRST_COMPLETED)
+        if mover.done():  # a timer's callback failed
+            running.cancel()
+            mover.result()
+        mover.cancel()
+        return running.result()
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        return runner.run(run())
+
+
 AnyClock = ScaledClock | IdleClock
 
 
@@ -216,8 +238,9 @@ async def converse(
         ended = clock.now()
 
 
-async def run_live(traffic: Traffic, clock: AnyClock, records: Path | None) -> Live:
-    # The servers' own clock is the scaled one, too: their engines need not know.
+@asynccontextmanager
+async def fleet(clock: AnyClock, records: Path | None = None) -> AsyncIterator[App]:
+    """The gateway and its simulated servers, all on `clock`: their engines need not know. records: keep them there."""
     servers = {
         name: Simulator(
             Options(profile=profile, model="m", bytes_per_token=BYTES, block_tokens=BLOCK_TOKENS), clock
@@ -227,17 +250,28 @@ async def run_live(traffic: Traffic, clock: AnyClock, records: Path | None) -> L
     for server in servers.values():
         await server.start()
     text = CONFIG.format(
-        fp8=servers["fp8"].url,
-        bf16=servers["bf16"].url,
+        **{name: server.url for name, server in servers.items()},
         records=f"file:{records}" if records is not None else "off",
         decisions="true" if records is not None else "false",
     )
     app = App(loads(text, {}), clock, Random(3))
     await app.start()
+    yield app
+    await app.close()
+    for server in servers.values():
+        await server.close()
+
+
+def client_session() -> aiohttp.ClientSession:
+    """As many connections as are wanted, and no time-out of its own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def run_live(traffic: Traffic, clock: AnyClock, records: Path | None) -> Live:
     found = Live()
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    async with fleet(clock, records) as app, client_session() as session:
         shift = clock.now() - 1000.0 + 3.0  # the first polls are over
         tasks = [
             asyncio.ensure_future(
@@ -255,9 +289,6 @@ async def run_live(traffic: Traffic, clock: AnyClock, records: Path | None) -> L
         ]
         await asyncio.gather(*tasks)
     found.ttft = [(at - shift, ttft) for at, ttft in found.ttft]
-    await app.close()
-    for server in servers.values():
-        await server.close()
     return found
 
 
@@ -290,21 +321,7 @@ def measure(traffic: Traffic, scale: float | None, records: Path | None) -> Live
                 return await run_live(traffic, ScaledClock(scale), records)
 
             return runner.run(on_the_worlds())
-    selector = Counting()
-
-    async def on_its_own() -> Live:
-        clock = IdleClock(selector)
-        mover = asyncio.ensure_future(clock.run())
-        live = asyncio.ensure_future(run_live(traffic, clock, records))
-        await asyncio.wait([mover, live], return_when=asyncio.FIRST_COMPLETED)
-        if mover.done():  # a timer's callback failed
-            live.cancel()
-            mover.result()
-        mover.cancel()
-        return live.result()
-
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        return runner.run(on_its_own())
+    return on_idle_clock(lambda clock: run_live(traffic, clock, records))
 
 
 def main() -> None:

@@ -19,16 +19,13 @@ import json
 import resource
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import aiohttp
 
-from policies.engine import BLOCK_TOKENS
 from policies.simulation import SHAPES, Turn
-from proxy.app import App
-from proxy.config import loads
-from proxy.sim.server import Options, Simulator
-from tests.agreement import BYTES, CONFIG, FLEET, Counting, IdleClock, prompt_of, quantile
+from tests.agreement import IdleClock, client_session, fleet, on_idle_clock, prompt_of, quantile
 
 TTFT, TPOT, SHED = 2.0, 0.05, 0.05
 
@@ -85,55 +82,23 @@ async def one(
 
 async def load(clock: IdleClock, rate: float, seconds: float) -> Seen:
     seen, rng = Seen(), Random(3)
-    servers = {
-        name: Simulator(
-            Options(profile=profile, model="m", bytes_per_token=BYTES, block_tokens=BLOCK_TOKENS), clock
-        )
-        for name, profile in FLEET.items()
-    }
-    for server in servers.values():
-        await server.start()
-    urls = {name: server.url for name, server in servers.items()}
-    app = App(loads(CONFIG.format(**urls, records="off", decisions="false"), {}), clock, Random(3))
-    await app.start()
-    await clock.sleep(3.0)  # the first polls
-    url = f"http://127.0.0.1:{app.port}/v1/completions"
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        due, tasks = clock.now(), []
-        end = due + seconds
-        for number, turn in enumerate(turns(rate * 3, seconds * 2)):
-            due += rng.expovariate(rate)
-            if due > end:
-                break
-            await clock.sleep(max(0.0, due - clock.now()))
-            tasks.append(asyncio.ensure_future(one(clock, session, url, turn, number, seen)))
-        await asyncio.gather(*tasks)
-    left = {name: backend.in_flight for name, backend in app.pool.backends.items() if backend.in_flight}
-    if left or app.gateway.exchanges or any(app.gate.waiting().values()):
-        seen.other.append(f"left behind: {left}")
-    await app.close()
-    for server in servers.values():
-        await server.close()
+    async with fleet(clock) as app:
+        await clock.sleep(3.0)  # the first polls
+        url = f"http://127.0.0.1:{app.port}/v1/completions"
+        async with client_session() as session:
+            due, tasks = clock.now(), []
+            end = due + seconds
+            for number, turn in enumerate(turns(rate * 3, seconds * 2)):
+                due += rng.expovariate(rate)
+                if due > end:
+                    break
+                await clock.sleep(max(0.0, due - clock.now()))
+                tasks.append(asyncio.ensure_future(one(clock, session, url, turn, number, seen)))
+            await asyncio.gather(*tasks)
+        left = {name: backend.in_flight for name, backend in app.pool.backends.items() if backend.in_flight}
+        if left or app.gateway.exchanges or any(app.gate.waiting().values()):
+            seen.other.append(f"left behind: {left}")
     return seen
-
-
-def measure(rate: float, seconds: float) -> Seen:
-    selector = Counting()
-
-    async def run() -> Seen:
-        clock = IdleClock(selector)
-        mover = asyncio.ensure_future(clock.run())
-        live = asyncio.ensure_future(load(clock, rate, seconds))
-        await asyncio.wait([mover, live], return_when=asyncio.FIRST_COMPLETED)
-        if mover.done():  # a timer's callback failed
-            live.cancel()
-            mover.result()
-        mover.cancel()
-        return live.result()
-
-    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
-        return runner.run(run())
 
 
 def main() -> None:
@@ -148,7 +113,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     runs = []
     for factor in options.factor or [1.0, 3.0]:
-        seen = measure(options.rate * factor, options.seconds)
+        seen = on_idle_clock(partial(load, rate=options.rate * factor, seconds=options.seconds))
         runs.append(seen)
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         print(
