@@ -331,9 +331,7 @@ def main() -> None:
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("--rate", type=float, required=True, help="requests a second")
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="seconds of traffic in a second of the world"
-    )
+    parser.add_argument("--scale", type=float, help="seconds of traffic in a second of the world")
     parser.add_argument("--warm-up", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--records", type=Path)
