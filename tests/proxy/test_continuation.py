@@ -369,6 +369,13 @@ async def scripted(make_gateway: MakeGateway, *backends: ScriptedBackend) -> Gat
     return gateway
 
 
+def breaks_then_other(gateway: Gateway, backend: ScriptedBackend, *texts: str) -> None:
+    """`backend` is asked first and breaks behind these texts; only then may b be chosen."""
+    gateway.app.pool.set_draining("b", True)
+    swap = Call(lambda: gateway.app.pool.set_draining("b", False))
+    backend.answer([*sse(*ids_stream(*texts, finish=None), done=False)[:-1], swap, Close()])
+
+
 @pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["plain", "tools"])
 async def test_an_answer_whose_reason_was_there_is_whole_and_its_usage_counted(
     make_gateway: MakeGateway, backend: ScriptedBackend, tools: dict[str, Any]
@@ -386,9 +393,7 @@ async def test_ids_that_end_inside_a_character_are_cut_back_before_another_goes_
     make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend
 ) -> None:
     gateway = await scripted(make_gateway, backend, other)
-    gateway.app.pool.set_draining("b", True)
-    swap = Call(lambda: gateway.app.pool.set_draining("b", False))
-    backend.answer([*sse(*ids_stream("A:", "", "", finish=None), done=False)[:-1], swap, Close()])
+    breaks_then_other(gateway, backend, "A:", "", "")
     for text in ("A:\ufffd", "A:\ufffd", "A:"):
         other.answer(json_answer({"prompt": text}))
     choice = {"index": 0, "text": "🙂", "finish_reason": "stop", "token_ids": [1, 2, 9, 8]}
@@ -405,9 +410,7 @@ async def test_an_answer_that_decodes_to_something_else_ends_with_an_error(
     make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend
 ) -> None:
     gateway = await scripted(make_gateway, backend, other)
-    gateway.app.pool.set_draining("b", True)
-    swap = Call(lambda: gateway.app.pool.set_draining("b", False))
-    backend.answer([*sse(*ids_stream("Hello", finish=None), done=False)[:-1], swap, Close()])
+    breaks_then_other(gateway, backend, "Hello")
     other.answer(json_answer({"prompt": "Goodbye"}))
     reply = await gateway.ask(CHAT, body("hi"))
     assert events(reply)[-1]["error"]["code"] == "upstream_cut"
@@ -419,9 +422,7 @@ async def test_a_client_that_leaves_between_two_legs_leaves_nothing_behind(
     make_gateway: MakeGateway, backend: ScriptedBackend, other: ScriptedBackend
 ) -> None:
     gateway = await scripted(make_gateway, backend, other)
-    gateway.app.pool.set_draining("b", True)
-    swap = Call(lambda: gateway.app.pool.set_draining("b", False))
-    backend.answer([*sse(*ids_stream("Hello", finish=None), done=False)[:-1], swap, Close()])
+    breaks_then_other(gateway, backend, "Hello")
     other.answer([Stall()])
     connection = await gateway.connect()
     connection.send(CHAT, body("hi"))

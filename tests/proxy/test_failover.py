@@ -9,8 +9,9 @@ import pytest
 
 from policies import Failure
 from proxy.errors import Outcome
+from tests.client import Connection
 from tests.fake_clock import FakeClock
-from tests.proxy.conftest import MakeGateway
+from tests.proxy.conftest import Gateway, MakeGateway
 from tests.proxy.dialects import CHAT_DIALECT, DIALECTS, Dialect
 from tests.proxy.scenes import LEAST_LOAD, QUIET, eventually, polled, settled
 from tests.proxy.test_ends import BEFORE
@@ -288,6 +289,24 @@ async def paused(clock: FakeClock, backend: ScriptedBackend, index: int) -> floa
     raise AssertionError("nobody came back")
 
 
+async def told_to_wait(make_gateway: MakeGateway, backend: ScriptedBackend) -> tuple[Gateway, FakeClock]:
+    """A gateway whose only backend asks the next request to come back in a second and a half."""
+    clock = FakeClock()
+    gateway = await make_gateway(backend, config=BACK, clock=clock)
+    await polled(gateway)
+    backend.answer(error_json(429, "wait", headers=[("retry-after", "1.5")]))
+    return gateway, clock
+
+
+async def in_the_pause(gateway: Gateway, backend: ScriptedBackend) -> Connection:
+    """A client whose request waits to be sent again."""
+    client = await gateway.connect()
+    client.send(CHAT_DIALECT.path, CHAT_DIALECT.request(stream=True))
+    await backend.answered()
+    await eventually(lambda: not gateway.app.pool.backends["a"].in_flight, "the pause")
+    return client
+
+
 @each_way
 async def test_a_lone_backend_that_erred_is_asked_again_after_a_pause(
     make_gateway: MakeGateway, backend: ScriptedBackend, stream: bool
@@ -310,10 +329,7 @@ async def test_a_lone_backend_that_erred_is_asked_again_after_a_pause(
 async def test_a_pause_is_as_long_as_retry_after_asks_for(
     make_gateway: MakeGateway, backend: ScriptedBackend
 ) -> None:
-    clock = FakeClock()
-    gateway = await make_gateway(backend, config=BACK, clock=clock)
-    await polled(gateway)
-    backend.answer(error_json(429, "wait", headers=[("retry-after", "1.5")]))
+    gateway, clock = await told_to_wait(make_gateway, backend)
     async with await gateway.connect() as client:
         client.send(CHAT_DIALECT.path, CHAT_DIALECT.request(stream=False))
         assert await paused(clock, backend, 1) == pytest.approx(1.5, abs=0.02)
@@ -333,14 +349,8 @@ async def test_a_longer_retry_after_is_the_clients_to_wait_for(
 async def test_a_client_that_leaves_in_a_pause_is_let_go(
     make_gateway: MakeGateway, backend: ScriptedBackend
 ) -> None:
-    clock = FakeClock()
-    gateway = await make_gateway(backend, config=BACK, clock=clock)
-    await polled(gateway)
-    backend.answer(error_json(429, "wait", headers=[("retry-after", "1.5")]))
-    async with await gateway.connect() as client:
-        client.send(CHAT_DIALECT.path, CHAT_DIALECT.request(stream=True))
-        await backend.answered()
-        await eventually(lambda: not gateway.app.pool.backends["a"].in_flight, "the pause")
+    gateway, clock = await told_to_wait(make_gateway, backend)
+    (await in_the_pause(gateway, backend)).close()
     await gateway.ended(Outcome.CANCELLED)
     clock.advance(5)
     assert len(backend.requests) == 1
@@ -348,14 +358,8 @@ async def test_a_client_that_leaves_in_a_pause_is_let_go(
 
 
 async def test_the_gateway_may_stop_in_a_pause(make_gateway: MakeGateway, backend: ScriptedBackend) -> None:
-    clock = FakeClock()
-    gateway = await make_gateway(backend, config=BACK, clock=clock)
-    await polled(gateway)
-    backend.answer(error_json(429, "wait", headers=[("retry-after", "1.5")]))
-    async with await gateway.connect() as client:
-        client.send(CHAT_DIALECT.path, CHAT_DIALECT.request(stream=True))
-        await backend.answered()
-        await eventually(lambda: not gateway.app.pool.backends["a"].in_flight, "the pause")
+    gateway, _ = await told_to_wait(make_gateway, backend)
+    async with await in_the_pause(gateway, backend) as client:
         gateway.app.gateway.interrupt()
         assert (await client.read()).json["error"]["code"] == "shutdown"
     await gateway.ended(Outcome.SHUTDOWN)
