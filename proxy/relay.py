@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from enum import Enum, auto
 
 from proxy.attempt import BREAKS, Fault, FaultKind, Plan, Reply, Result
 from proxy.clock import Clock
 from proxy.errors import Outcome
 from proxy.front import Answer
+from proxy.kinds import Kind, kind_of
 from proxy.lane import MARKS, Lane
 from proxy.record import Record
 from proxy.tap import Tap
@@ -28,41 +28,12 @@ from proxy.upstream import Headers, UpstreamConnection
 from proxy.watch import Watch
 from proxy.wire.answers import read_usage
 from proxy.wire.errors import Api
-from proxy.wire.streams import (
-    ChatStream,
-    CompletionsStream,
-    MalformedStream,
-    MessagesStream,
-    ResponsesStream,
-    StreamReader,
-)
+from proxy.wire.streams import MalformedStream, ResponsesStream, StreamReader
 
 MAX_BUFFERED_BYTES = 8 * 1024 * 1024
 """An unstreamed answer up to this size is looked at before it is sent; a larger one passes unseen."""
 
-JSON = b"application/json"
 KEEPALIVE = b": keep-alive\n\n"
-
-
-class _Mode(Enum):
-    WAITING = auto()
-    STREAM = auto()
-    BUFFER = auto()
-    PIPE = auto()
-
-
-def _reader(plan: Plan) -> StreamReader | None:
-    if plan.reader is not None:
-        return plan.reader()
-    if plan.api is Api.CHAT:
-        return ChatStream(plan.model_swap, hide_usage=plan.hide_usage)
-    if plan.api is Api.COMPLETIONS:
-        return CompletionsStream(plan.model_swap, hide_usage=plan.hide_usage)
-    if plan.api is Api.MESSAGES:
-        return MessagesStream(plan.model_swap)
-    if plan.api is Api.RESPONSES:
-        return ResponsesStream(plan.model_swap)
-    return None
 
 
 class Relay:
@@ -112,7 +83,7 @@ class Relay:
         self._watch = Watch(clock, plan.limits, record.accepted_at, self)
         self.streams = plan.stream
         self._headers_for = headers_for
-        self._mode = _Mode.WAITING
+        self._mode = Kind.WAITING
         self._reader: StreamReader | None = None
         self._status = 0
         self._headers: Headers = []
@@ -160,24 +131,9 @@ class Relay:
 
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
-        content_type, encoded, length = b"", False, None
-        for name, value in headers:
-            lower = name.lower()
-            if lower == b"content-type":
-                content_type = value.lower()
-            elif lower == b"content-length":
-                length = int(value) if value.isdigit() else None
-            elif lower == b"content-encoding":
-                encoded = value.strip().lower() not in (b"", b"identity")
-        self._length = length
-        known = self._plan.api is not Api.OTHER  # these answer in JSON or events, whatever they call it
-        if status == 200 and content_type.startswith(b"text/event-stream") and not encoded:
-            self._reader = _reader(self._plan)
-            self._mode = _Mode.STREAM if known else _Mode.PIPE
-        elif status != 200 or length == 0 or ((known or content_type.startswith(JSON)) and not encoded):
-            self._mode = _Mode.BUFFER
-        else:
-            self._mode = _Mode.PIPE
+        self._mode, self._reader, self._length = kind_of(self._plan, status, headers)
+        if not self.streams:  # a stream's says nothing of its engine
+            self._heard_at = self._now()
 
     def between(self, lane: Lane) -> None:
         """In a stream that has begun, what is like the delta last learned may take the lane."""
@@ -245,7 +201,7 @@ class Relay:
     def _unread(self, piece: bytes) -> None:
         """A piece of an answer that is no event stream of ours."""
         self._heard_at = self._now()
-        if self._mode is _Mode.BUFFER:
+        if self._mode is Kind.BUFFER:
             self._buffer.append(piece)
             self._buffered += len(piece)
             if self._buffered > MAX_BUFFERED_BYTES:
@@ -260,11 +216,11 @@ class Relay:
         # `stop` gives the connection back, behind the last write: that may fill the client's buffer, and a connection
         # that is given back before would be paused for good, under whoever has it next.
         self._heard_at = self._now()
-        if self._mode is _Mode.BUFFER:
+        if self._mode is Kind.BUFFER:
             body = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
             self._finish(Result(reply=Reply(self._status, self._headers, body)))
             return
-        if self._mode is _Mode.PIPE:
+        if self._mode is Kind.PIPE:
             if not self.events_sent and not self._pipe():
                 return
             self._answer.finish()
@@ -306,7 +262,7 @@ class Relay:
             message = "the backend answered without a readable event stream"
             self.fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, message)
             return False
-        self._mode = _Mode.PIPE
+        self._mode = Kind.PIPE
         self.events_sent = True
         first = b"".join(self._buffer)
         self._buffer.clear()
@@ -371,7 +327,7 @@ class Relay:
     def _note(self) -> None:
         """Put into the record what was seen, however the attempt ended."""
         record, reader = self._record, self._reader
-        if self._mode is not _Mode.WAITING:
+        if self._mode is not Kind.WAITING:
             record.last_upstream_at = self.heard_at
         self._fold()
         if reader is None:
@@ -390,7 +346,7 @@ class Relay:
     def in_band(self) -> bool:
         """What was sent so far is an event stream of the endpoint, or comments that began one: an error can be told
         as an event."""
-        return self._mode is _Mode.STREAM or not self.events_sent
+        return self._mode is Kind.STREAM or not self.events_sent
 
     @property
     def reader(self) -> StreamReader | None:
@@ -428,16 +384,21 @@ class Relay:
         return self.done.done()
 
     @property
+    def answering(self) -> bool:
+        """The head of the answer is there."""
+        return self._mode is not Kind.WAITING
+
+    @property
     def takes_comments(self) -> bool:
         """The client reads an event stream of ours, or will."""
         asked = self.streams and self._plan.api is not Api.OTHER
-        return asked and (self._mode is _Mode.WAITING or self._mode is _Mode.STREAM)
+        return asked and (self._mode is Kind.WAITING or self._mode is Kind.STREAM)
 
     def comment(self) -> None:
         """Tell the client that the answer is still to come."""
         if not self._answer.started:
             headers = self._headers_for(200, self._headers)
-            if self._mode is _Mode.WAITING:
+            if self._mode is Kind.WAITING:
                 headers = [*headers, (b"content-type", b"text/event-stream; charset=utf-8")]
             self._answer.start(200, headers, None, KEEPALIVE)
         else:

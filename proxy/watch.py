@@ -5,6 +5,8 @@ Rules
    them and sleeps on. It never sleeps longer than the shortest limit that an event or a comment may bring.
 2. While the client does not read, only `client_idle` and `total` run: that silence is the client's.
 3. Silence for comments counts from what was sent last, at first from accept.
+4. What is not streamed may take its time until its head comes: whoever computes it sends nothing until it is done. What
+   has begun has to go on.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ END_GRACE = 1.0
 
 class Watched(Protocol):
     """The attempt. heard_at: the last read. events_sent: something of the answer reached the client. streams: an event
-    stream was asked for."""
+    stream was asked for. answering: its head came."""
 
     events_sent: bool
     streams: bool
@@ -32,6 +34,9 @@ class Watched(Protocol):
 
     @property
     def over(self) -> bool: ...
+
+    @property
+    def answering(self) -> bool: ...
 
     @property
     def takes_comments(self) -> bool: ...
@@ -121,7 +126,7 @@ class Watch:
             out.append((self._ended_at + END_GRACE, attempt.end_overdue))
         elif self._paused_at is not None:
             out.append((self._paused_at + limits.client_idle, self._client_idle))
-        elif attempt.events_sent:
+        elif attempt.events_sent or (attempt.answering and not attempt.streams):
             out.append((max(attempt.heard_at, self._resumed_at) + limits.gap, self._gap_exceeded))
         elif attempt.streams:
             out.append((self._dispatched_at + limits.first, self._first_exceeded))
@@ -169,7 +174,7 @@ class Watch:
         self._timed_out(f"no token within {self._limits.first:g} s")
 
     def _gap_exceeded(self) -> None:
-        self._timed_out(f"the stream was silent for {self._limits.gap:g} s")
+        self._timed_out(f"the answer was silent for {self._limits.gap:g} s")
 
     def _client_idle(self) -> None:
         message = f"the client did not read for {self._limits.client_idle:g} s"

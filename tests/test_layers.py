@@ -28,7 +28,7 @@ LAYERS = (
         "decisions",
     ),
     ("attempt", "tap"),
-    ("watch",),
+    ("watch", "kinds"),
     ("pool", "metrics", "health", "relay", "gate"),
     ("headers", "refusals", "local", "intake"),
     ("toolwork", "toolcheck", "aside"),

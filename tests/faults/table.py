@@ -177,7 +177,7 @@ WHOLE_WITH_ANOTHER = """
 refuse        O     O       -    -       -     -     -    -    -    -
 reset         S     O       O    O       O     O     O    O    O    S
 FIN           S     O       O    O       O     O     O    O    O    S
-stall         Q     O       E    E       E     E     E    E    E    E
+stall         Q     O       E    E       O     O     O    O    O    E
 slow          S     -       S    S       S     S     S    S    S    S
 429           O     -       O    O       -     -     -    -    -    O
 5xx           O     -       O    O       -     -     -    -    -    O

@@ -150,10 +150,10 @@ def _limit(cell: Cell) -> float:
         return 60 + slack
     if cell.phase is Phase.CONNECT:
         return CONNECT + slack
+    before = cell.phase in (Phase.SEND, Phase.PREFILL, Phase.REUSE)
     if not cell.stream:
-        return TOTAL + slack
-    before = cell.phase in (Phase.SEND, Phase.PREFILL, Phase.REUSE, Phase.FIRST_EVENT)
-    return (FIRST if before else GAP) + slack
+        return (TOTAL if before else GAP) + slack
+    return (FIRST if before or cell.phase is Phase.FIRST_EVENT else GAP) + slack
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ async def test_a_backend_may_have_limits_of_its_own(
 
 
 @each_dialect
-async def test_an_answer_that_is_not_streamed_has_the_total_limit_only(
+async def test_an_answer_that_is_not_streamed_may_take_its_whole_time_to_begin(
     make_gateway: MakeGateway, backend: ScriptedBackend, dialect: Dialect
 ) -> None:
     backend.answer([Stall()])
@@ -118,6 +118,78 @@ async def test_an_answer_that_is_not_streamed_has_the_total_limit_only(
         assert response.status == 504
         error_code(dialect, response.json)
         await at.ended(Outcome.UPSTREAM_TIMEOUT)
+
+
+HALF: dict[str, list[Step]] = {
+    "a head": [Head(200, [("content-type", "application/json"), ("content-length", "100")])],
+    "an error's head": [Head(500, [("content-type", "application/json"), ("content-length", "100")])],
+    "half a body": [
+        Head(200, [("content-type", "application/json"), ("content-length", "100")]),
+        Raw(b"{" * 50),
+    ],
+    "a chunk": [
+        Head(200, [("content-type", "application/json"), ("transfer-encoding", "chunked")]),
+        Chunk(b"{"),
+    ],
+}
+
+
+@each_dialect
+@pytest.mark.parametrize("begun", HALF.values(), ids=HALF.keys())
+async def test_an_answer_that_is_not_streamed_and_stops_in_the_middle_has_the_gap_limit(
+    make_gateway: MakeGateway, backend: ScriptedBackend, dialect: Dialect, begun: list[Step]
+) -> None:
+    """Counted from its head or its last byte, however late that came."""
+    gate = asyncio.Event()
+    backend.answer([WaitFor(gate), *begun, Stall()])
+    async with scene(make_gateway, backend, config=COMMENTS) as at:
+        at.client.send(dialect.path, dialect.request(stream=False))
+        await backend.received()
+        at.clock.advance(200)
+        (exchange,) = at.gateway.app.gateway.exchanges
+        gate.set()
+        sent = sum(len(step.data) for step in begun if isinstance(step, Chunk | Raw))
+        relay = exchange._relay
+        assert relay is not None
+        await eventually(lambda: relay.answering and relay._buffered == sent, "what was sent of the answer")
+        at.clock.advance(19.9)
+        assert not at.over()
+        at.clock.advance(0.2)
+        response = await at.client.read()
+        assert response.status == 504
+        assert "silent for 20 s" in dialect.error_in(response.json)["message"]
+        error_code(dialect, response.json)
+        assert (await backend.closed()).by_peer
+        await at.ended(Outcome.UPSTREAM_TIMEOUT)
+
+
+async def test_a_body_that_comes_slowly_is_never_silent(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    body = b'{"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}'
+    gates = [asyncio.Event() for _ in body[:14]]
+    steps: list[Step] = [
+        Head(200, [("content-type", "application/json"), ("content-length", str(len(body)))])
+    ]
+    for number, gate in enumerate(gates):
+        steps += [WaitFor(gate), Raw(body[number * 5 : number * 5 + 5])]
+    backend.answer(steps)
+    async with scene(make_gateway, backend) as at:
+        at.client.send(CHAT, chat())
+        await backend.received()
+        (exchange,) = at.gateway.app.gateway.exchanges
+        await eventually(lambda: exchange._relay is not None and exchange._relay.answering, "the head")
+        relay = exchange._relay
+        assert relay is not None
+        for number, gate in enumerate(gates, 1):
+            at.clock.advance(19.5)
+            gate.set()
+            await eventually(
+                lambda number=number: relay._buffered == min(number * 5, len(body)),  # type: ignore[misc]
+                "a few bytes",
+            )
+        assert (await at.client.read()).body == body
+        await at.ended(Outcome.OK)
 
 
 # -- gap, total -------------------------------------------------------------------------------------------------------
