@@ -83,6 +83,11 @@ class ChatStream:
         self.waiting = False
         """A chunk with a finish_reason waits for what follows."""
 
+    @property
+    def over(self) -> bool:
+        """Every choice was ended: `close` has nothing to say."""
+        return all(state.over for state in self.choices.values())
+
     def feed(self, chunk: dict[str, Any], raw: object) -> list[object] | Pass:
         choices = chunk.get("choices")
         out: list[object] = []
@@ -185,13 +190,7 @@ class ChatStream:
             state.over = True
             given = held.choice["finish_reason"]
             found = state.engine.finish(given)
-            quiet = all(isinstance(event, CallEnd) for event in found[:-1])
-            if (
-                held.same
-                and quiet
-                and _same(found[-1:], [Finish(given)])
-                and type(state.renderer) is Renderer
-            ):
+            if held.same and _quiet(found, given) and type(state.renderer) is Renderer:
                 out.append(held.raw)
                 continue
             events = held.events + state.renderer.render(found)
@@ -220,6 +219,11 @@ def read_delta(state: _Choice, delta: dict[str, Any], shape: ChatShape) -> tuple
     """What a delta says once it is put right, and whether it may leave as it came."""
     engine, same = state.engine, shape.form is ToolFormat.OPENAI
     events: list[Event] = []
+    for key, value in delta.items():
+        if (value and key != "role") or key == "function_call":
+            break
+    else:  # the first and the last delta say nothing
+        return events, same or not shape.reasoning
     thought, fields = _thought(delta)
     if thought:
         state.fields = fields
@@ -247,6 +251,8 @@ def read_delta(state: _Choice, delta: dict[str, Any], shape: ChatShape) -> tuple
 def _calls(state: _Choice, said: dict[str, Any]) -> tuple[list[Any], bool]:
     """The entries of tool_calls, and whether the deprecated function_call stands beside them or in their place: some
     backends tell a call in both, some only there."""
+    if "tool_calls" not in said and "function_call" not in said:
+        return [], False
     calls, legacy = said.get("tool_calls"), said.get("function_call")
     calls = calls if isinstance(calls, list) else []
     state.listed = state.listed or bool(calls)
@@ -268,6 +274,13 @@ def _same(some: Sequence[Event], others: Sequence[Event]) -> bool:
     return list(some) == list(others) and list(map(type, some)) == list(map(type, others))
 
 
+def _quiet(ending: Sequence[Event], given: str | None) -> bool:
+    """Nothing comes of the end but what is said already: calls are closed, the reason is the backend's."""
+    if not ending or type(ending[-1]) is not Finish or ending[-1].reason != given:
+        return False
+    return len(ending) == 1 or all(isinstance(event, CallEnd) for event in ending[:-1])
+
+
 def _text_events(thought: str, text: Any) -> list[Event]:
     events: list[Event] = [Reasoning(thought)] if thought else []
     return events + [Content(text)] if isinstance(text, str) and text else events
@@ -275,6 +288,8 @@ def _text_events(thought: str, text: Any) -> list[Event]:
 
 def _thought(delta: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Text of the thinking in a delta or message, and the fields it stood in."""
+    if "reasoning" not in delta and "reasoning_content" not in delta:
+        return "", ()
     fields = tuple(key for key in THOUGHTS if isinstance(delta.get(key), str) and delta[key])
     return (delta[fields[0]] if fields else ""), fields
 
@@ -373,8 +388,7 @@ def repair_choice(
         events += state.renderer.render(_as_events(call) if isinstance(found, Pass) else found)
     given = choice.get("finish_reason") or None
     ending = engine.finish(given)
-    quiet = all(isinstance(event, CallEnd) for event in ending[:-1])
-    if same and not leaked and quiet and _same(ending[-1:], [Finish(given)]):
+    if same and not leaked and _quiet(ending, given):
         return choice
     events += state.renderer.render(ending)
     reason = _pop_reason(events, given)

@@ -157,7 +157,7 @@ class StreamReader:
         return self._feed(data)
 
     def _feed(self, data: bytes) -> bytes:
-        """Any number of events, cut anywhere."""
+        """Any number of events, cut anywhere; not one that is `known`."""
         aligned = not self._held
         try:
             events = self._splitter.feed(data)
@@ -169,7 +169,8 @@ class StreamReader:
             if self.ended:  # not part of the answer: passes unread
                 outs.append(event)
                 continue
-            out = self.known(event)  # several events in one read: a burst, or llama-server's habit
+            # Several events in one read: a burst, or llama-server's habit. A lone one has been looked at.
+            out = None if aligned and len(event) == len(data) else self.known(event)
             if out is None:
                 out = self._event(event)
             else:

@@ -154,6 +154,10 @@ class ToolEngine:
 
     def _steer(self, text: str) -> list[Event] | Pass:
         """Content that needs a look; then chooses the shortest way for the next."""
+        odd = self._stream or self._thinking.held or self._joiner.half or SURROGATE.search(text)
+        if not odd and self._text.passes(text):
+            self._quick, self._reader = self._text.idle, None
+            return PASS
         found = self._slow_content(text)
         self._aim()
         return found
@@ -263,12 +267,17 @@ class ToolEngine:
             return [Finish(given)] if given else []
         end = End.STOP if reason in NATURAL else End.CUT
         events: list[Event] = []
+        if self._text.idle and not (self.calls or self._parsed.any or self._thinking.begun):
+            return self._finished(reason, events)  # words, and nothing else
         self._text.finish(end)
         self._collect(self._text.take(), events)
         parsed = self._parsed.finish(end)
         self._note(parsed)
         events += parsed
         events += self._end_thinking(end)
+        return self._finished(reason, events)
+
+    def _finished(self, reason: str | None, events: list[Event]) -> list[Event]:
         if reason is None:
             return events
         given = self._reason(reason)

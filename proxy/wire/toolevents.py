@@ -100,8 +100,10 @@ class Counters:
 
     def add(self, other: Counters) -> None:
         """Take another's numbers in."""
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        for name in _COUNTERS:
+            more = getattr(other, name)
+            if more:
+                setattr(self, name, getattr(self, name) + more)
 
     def calls(self) -> int:
         return self.xml + self.json + self.guided + self.parsed
@@ -109,3 +111,6 @@ class Counters:
     def repaired(self) -> int:
         """All repairs, whatever the kind."""
         return sum(getattr(self, f.name) for f in fields(self) if f.name.startswith("repaired_"))
+
+
+_COUNTERS: Final = tuple(field.name for field in fields(Counters))

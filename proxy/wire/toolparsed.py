@@ -80,6 +80,11 @@ class ParsedCalls:
         self.next_index = 0
         self.follows_parsed = False
 
+    @property
+    def any(self) -> bool:
+        """A call came, with a name or without."""
+        return bool(self._calls)
+
     def streaming(self, slot: int | None) -> JsonRewriter | None:
         """The reader of a call's arguments that may leave as they come, with the index they came with."""
         call = self._by_index.get(slot) if slot is not None and self._exact else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Content, Event, Finish
@@ -213,4 +213,11 @@ def _plain(value: str) -> str:
 
 def renderer(form: ToolFormat) -> Renderer:
     """The renderer for a format, one per choice."""
-    return {ToolFormat.OPENAI: Renderer, ToolFormat.XML: XmlRenderer, ToolFormat.JSON: JsonRenderer}[form]()
+    return _RENDERERS[form]()
+
+
+_RENDERERS: Mapping[ToolFormat, type[Renderer]] = {
+    ToolFormat.OPENAI: Renderer,
+    ToolFormat.XML: XmlRenderer,
+    ToolFormat.JSON: JsonRenderer,
+}

@@ -173,7 +173,7 @@ class ToolChatStream(ChatStream):
     def _take_end(self) -> bytes:
         """What the end of the choices makes of what was held."""
         end, self._end = self._end, b""
-        return end + self._encode(self._repair.close())
+        return end if self._repair.over else end + self._encode(self._repair.close())
 
     def flush(self) -> bytes:
         return b"" if self.lacks_call else self._encode(self._repair.cut())

@@ -53,10 +53,14 @@ class TextMachine(CallRunner):
 
     def passes(self, text: str) -> bool:
         """True, and the text is accounted for, when it leaves as it came; the caller forwards it."""
-        if self.idle and "<" not in text and "`" not in text and "~" not in text:
-            self.code.skip(text)
-            return True
-        return False
+        if "<" in text or "`" in text or "~" in text:
+            return False
+        if not self.idle:
+            if self.said or self._held or self._gap or self._guided or self._state != self._text:
+                return False
+            self.said = self.idle = not text.isspace()  # the first words of an answer
+        self.code.skip(text)
+        return True
 
     def feed(self, text: str) -> None:
         if self._held:
@@ -103,6 +107,8 @@ class TextMachine(CallRunner):
 
     def finish(self, end: End) -> None:
         """The text ended, by itself or cut: everything held becomes something."""
+        if self.idle and not self._saying:
+            return
         self._run(self._held, end)
         rest, self._held = self._held, ""
         if self._xml is not None or (self._json is not None and self._json.tool is not None):

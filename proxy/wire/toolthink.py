@@ -40,12 +40,20 @@ class Thinking:
         self._restart()
 
     def _restart(self) -> None:
-        self.counters = Counters()
-        self._machine = TextMachine(self._tools, self.counters, _place)
+        self._machine: TextMachine | None = None  # most answers think in no field of their own, or not at all
         self._raw: list[str] = []
         self._size = 0
         self._events: list[Event] = []
         self.held = False
+
+    def _begin(self) -> TextMachine:
+        self.counters = Counters()
+        self._machine = TextMachine(self._tools, self.counters, _place)
+        return self._machine
+
+    @property
+    def begun(self) -> bool:
+        return self._machine is not None
 
     @property
     def had_calls(self) -> bool:
@@ -54,26 +62,27 @@ class Thinking:
     @property
     def free(self) -> bool:
         """Text without line ends and what may open a call or code passes and changes nothing."""
-        return not self.held and self._machine.idle and self._machine.code.settled
+        machine = self._machine
+        return machine is not None and not self.held and machine.idle and machine.code.settled
 
     def feed(self, text: str) -> str:
-        if not self.held and self._machine.passes(text):
+        if not self.held and (self._machine or self._begin()).passes(text):
             return text
         said: list[str] = []
         start = 0
         while start < len(text):
             tag = text.find("<", start + 1)
             stop = len(text) if tag < 0 else tag
-            said.append(self._piece(text[start:stop]))
+            said.append(self._piece(self._machine or self._begin(), text[start:stop]))
             start = stop
         return "".join(said)
 
-    def _piece(self, text: str) -> str:
+    def _piece(self, machine: TextMachine, text: str) -> str:
         """A piece with no "<" but at its start: at most one thing ends in it."""
         self._raw.append(text)
         self._size += len(text)
-        self._machine.feed(text)
-        more = self._machine.take()
+        machine.feed(text)
+        more = machine.take()
         events: list[Event] = [event for event in more if not isinstance(event, Content)]
         spoken = [
             at for at, event in enumerate(more) if isinstance(event, Content) and not event.text.isspace()
@@ -91,16 +100,16 @@ class Thinking:
             self.held = True
             return ""
         self._events = []
-        return self._say()
+        return self._say(machine)
 
     def _stray(self) -> bool:
         """What was said behind the last call is no more than a word that sticks to it."""
         return self._unclosed and _STRAY.search("".join(self._raw[-_STRAY_REACH:])) is not None
 
-    def _say(self) -> str:
+    def _say(self, machine: TextMachine) -> str:
         """All raw text but what the machine still holds."""
         raw = "".join(self._raw)
-        keep = self._machine.unsaid
+        keep = machine.unsaid
         said = raw[: len(raw) - keep] if keep else raw
         rest = raw[len(said) :]
         self._raw = [rest] if rest else []
@@ -116,6 +125,8 @@ class Thinking:
 
     def finish(self, alone: bool) -> Promoted | str:
         """The end: calls to promote if they are `alone`, else the text that is still held."""
+        if self._machine is None:
+            return ""
         self._machine.finish(End.STOP)
         more = self._machine.take()
         spoke = any(isinstance(event, Content) and not event.text.isspace() for event in more)

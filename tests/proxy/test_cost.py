@@ -25,6 +25,7 @@ WARM_UP, COUNTED = 20, 10
 
 CALLS_A_REQUEST = 380
 CALLS_A_STREAM = 480
+CALLS_A_STREAM_WITH_TOOLS = 545
 
 
 class Count:
@@ -92,3 +93,11 @@ async def test_a_streamed_request_stays_below_its_ceiling(
     gateway = await make_gateway(backend)
     backend.answer(*[chat_stream("one two three")] * (WARM_UP + COUNTED))
     assert 100 < await calls_each(gateway, stream=True) <= CALLS_A_STREAM
+
+
+async def test_a_streamed_request_with_tools_stays_below_its_ceiling(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    gateway = await make_gateway(backend)
+    backend.answer(*[chat_stream("one two three")] * (WARM_UP + COUNTED))
+    assert 100 < await calls_each(gateway, stream=True, tools=TOOLS) <= CALLS_A_STREAM_WITH_TOOLS
