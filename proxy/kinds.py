@@ -11,13 +11,8 @@ from enum import Enum, auto
 from proxy.attempt import Plan
 from proxy.upstream import Headers
 from proxy.wire.errors import Api
-from proxy.wire.streams import (
-    ChatStream,
-    CompletionsStream,
-    MessagesStream,
-    ResponsesStream,
-    StreamReader,
-)
+from proxy.wire.streams import ChatStream, CompletionsStream, StreamReader
+from proxy.wire.typedstreams import MessagesStream, ResponsesStream
 
 JSON = b"application/json"
 

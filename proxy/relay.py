@@ -5,7 +5,8 @@ Rules
    handler awaits `done`, once. Per chunk there is one clock read, one look at the bytes, one write.
 2. The relay never writes an error and never decides about a retry. It ends in a `Result`: whole, a `Reply` that
    nobody has sent yet, or a `Fault`. The handler turns these into what the client sees.
-3. Nothing of a stream goes out before its first event: until then another backend can still answer.
+3. Nothing of a stream goes out before the first event that says something of the answer (a role alone does not): until
+   then another backend can still answer.
 4. One timer watches all limits. It is not moved per chunk: when it fires early it looks at the marks and sleeps on,
    never for longer than the shortest limit that a chunk may set going.
 5. While the client does not read, the upstream is not read. Nothing piles up but one transport buffer.
@@ -28,7 +29,8 @@ from proxy.upstream import Headers, UpstreamConnection
 from proxy.watch import Watch
 from proxy.wire.answers import read_usage
 from proxy.wire.errors import Api
-from proxy.wire.streams import MalformedStream, ResponsesStream, StreamReader
+from proxy.wire.streams import MalformedStream, StreamReader
+from proxy.wire.typedstreams import ResponsesStream
 
 MAX_BUFFERED_BYTES = 8 * 1024 * 1024
 """An unstreamed answer up to this size is looked at before it is sent; a larger one passes unseen."""
@@ -158,14 +160,11 @@ class Relay:
             if not self._watch.ended:  # what follows the end mark is not part of the answer
                 self.fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, str(exc))
             return
-        if out:
-            if self.events_sent:
-                self._answer.push(out)
-            elif reader.events:
-                self._commit(b"".join((*self._buffer, out)))
-            else:
-                self._buffer.append(out)  # comments before the first event commit nothing
-            if self._plan.transcript is not None and self.events_sent:
+        if not self.events_sent:
+            self._begin(reader, out)
+        elif out:
+            self._answer.push(out)
+            if self._plan.transcript is not None:
                 self._plan.transcript.sent(out)
         if reader.content:
             reader.content = False
@@ -247,9 +246,19 @@ class Relay:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _commit(self, first: bytes) -> None:
+    def _begin(self, reader: StreamReader, out: bytes) -> None:
+        """Before the first event: what says nothing of the answer (comments, its opening) is held, and goes out with it."""
+        if out and (reader.opening or not reader.events):
+            self._buffer.append(out)
+        elif not reader.opening and (out or (reader.content and self._buffer)):
+            self._commit(out)
+
+    def _commit(self, out: bytes) -> None:
         self.events_sent = True
+        first = b"".join((*self._buffer, out))
         self._buffer.clear()
+        if self._plan.transcript is not None:
+            self._plan.transcript.sent(first)
         if self._answer.started:  # a keep-alive comment went first
             self._answer.push(first)
         else:
@@ -387,6 +396,11 @@ class Relay:
     def answering(self) -> bool:
         """The head of the answer is there."""
         return self._mode is not Kind.WAITING
+
+    @property
+    def opened(self) -> bool:
+        """An event came, if only one that opens the answer."""
+        return self._reader is not None and self._reader.events > 0
 
     @property
     def takes_comments(self) -> bool:

@@ -24,7 +24,7 @@ END_GRACE = 1.0
 
 class Watched(Protocol):
     """The attempt. heard_at: the last read. events_sent: something of the answer reached the client. streams: an event
-    stream was asked for. answering: its head came."""
+    stream was asked for. answering: its head came. opened: an event came, if only one that opens the answer."""
 
     events_sent: bool
     streams: bool
@@ -37,6 +37,9 @@ class Watched(Protocol):
 
     @property
     def answering(self) -> bool: ...
+
+    @property
+    def opened(self) -> bool: ...
 
     @property
     def takes_comments(self) -> bool: ...
@@ -129,7 +132,9 @@ class Watch:
         elif attempt.events_sent or (attempt.answering and not attempt.streams):
             out.append((max(attempt.heard_at, self._resumed_at) + limits.gap, self._gap_exceeded))
         elif attempt.streams:
-            out.append((self._dispatched_at + limits.first, self._first_exceeded))
+            due = self._dispatched_at + limits.first
+            due = max(due, attempt.heard_at + limits.gap) if attempt.opened else due
+            out.append((due, self._first_exceeded))
         if (
             self._paused_at is None
             and self._ended_at is None

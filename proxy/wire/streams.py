@@ -100,6 +100,7 @@ class StreamReader:
         "finish_reason",
         "lacks_call",
         "notable",
+        "opening",
         "response_id",
         "usage",
     )
@@ -117,6 +118,8 @@ class StreamReader:
         """A content-bearing delta came since the relay last reset this."""
         self.notable = False
         """Something happened that the relay must act on: an error, an abort, the end mark."""
+        self.opening = True
+        """What came so far only opens the answer, a role or a name for it, and says nothing: it can be opened again."""
         self.events = 0
         """Events parsed: at least one when any came, comments not counted."""
         self.ended = False
@@ -271,16 +274,15 @@ def choice_index(choice: dict[str, Any]) -> int:
     return index if type(index) is int else 0
 
 
-def _object(payload: dict[str, Any], key: str) -> dict[str, Any]:
-    """A member that is an object where it is there at all."""
-    value = payload.get(key) or {}
-    if not isinstance(value, dict):
-        raise MalformedStream(f"{key} is not an object")
-    return value
-
-
-def _text(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _only_role(delta: Any) -> bool:
+    """Whether a delta has nothing in it but who speaks."""
+    if not isinstance(delta, dict):
+        return not delta
+    return not any(value for key, value in delta.items() if key != "role")
 
 
 class ChatStream(StreamReader):
@@ -302,22 +304,23 @@ class ChatStream(StreamReader):
         if usage:
             self.usage = usage
         if self.response_id is None:
-            self.response_id = _text(payload.get("id"))
+            self.response_id = text_of(payload.get("id"))
         if not choices:
             if choices is None and usage is None:
                 raise MalformedStream("a chunk without choices")
             return not (usage and self._hide_usage), False
         if not isinstance(choices, list):
             raise MalformedStream("choices are not a list")
-        plain = len(choices) == 1 and not usage
+        plain, says = len(choices) == 1 and not usage, not self.opening
         for choice in choices:
             try:
                 index = choice_index(choice)
                 finish = choice.get("finish_reason")
                 if self._has_content(choice):
-                    self.content = True
+                    self.content = says = True
                 else:
                     plain = False
+                    says = says or bool(finish) or not _only_role(choice.get("delta"))
             except (AttributeError, TypeError):
                 raise MalformedStream("a choice is not an object") from None
             if finish is not None and not isinstance(finish, str):
@@ -333,6 +336,7 @@ class ChatStream(StreamReader):
             else:
                 plain = plain and finish is None
                 self.finish.setdefault(index, None)
+        self.opening = not says
         return True, plain
 
     def _has_content(self, choice: dict[str, Any]) -> bool:
@@ -373,73 +377,3 @@ class CompletionsStream(ChatStream):
 
     def _has_content(self, choice: dict[str, Any]) -> bool:
         return bool(choice.get("text"))
-
-
-class MessagesStream(StreamReader):
-    """Anthropic's `/v1/messages`: named events, message_stop at the end."""
-
-    __slots__ = ()
-    leaf_keys = (b"text", b"thinking", b"partial_json")
-
-    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
-        kind = payload.get("type")
-        if kind == "content_block_delta":
-            delta = _object(payload, "delta")
-            if delta.get("text") or delta.get("thinking") or delta.get("partial_json"):
-                self.content = True
-                return True, True
-        elif kind == "content_block_start":
-            if _object(payload, "content_block").get("type") in ("tool_use", "server_tool_use"):
-                self.content = True
-        elif kind == "message_start":
-            message = _object(payload, "message")
-            self.response_id = _text(message.get("id"))
-            self.usage = dict(_object(message, "usage"))
-        elif kind == "message_delta":
-            self.finish_reason = _text(_object(payload, "delta").get("stop_reason")) or self.finish_reason
-            self.usage = {**(self.usage or {}), **_object(payload, "usage")}
-            if self.aborted:
-                self.notable = True
-                return False, False
-        elif kind == "message_stop":
-            self.ended = self.notable = True
-            return self.complete(), False  # an end mark on half an answer would make it look whole
-        elif kind is None:
-            raise MalformedStream("an event without type")
-        return True, False
-
-    def complete(self) -> bool:
-        # vLLM has no word for an answer that it gives up: it stops without a stop_reason.
-        return self.ended and self.finish_reason is not None and not self.aborted
-
-
-class ResponsesStream(StreamReader):
-    """`/v1/responses`: typed, numbered events, one of response.completed/incomplete/failed at the end."""
-
-    __slots__ = ("sequence",)
-
-    def __init__(self, model_swap: tuple[bytes, bytes] | None = None) -> None:
-        super().__init__(model_swap)
-        self.sequence = -1
-        """sequence_number of the last event."""
-
-    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
-        kind = payload.get("type")
-        if not isinstance(kind, str):
-            raise MalformedStream("an event without type")
-        number = payload.get("sequence_number")
-        self.sequence = number if type(number) is int else self.sequence + 1
-        if kind.endswith(".delta"):
-            if payload.get("delta"):
-                self.content = True
-        elif kind in ("response.created", "response.in_progress"):
-            self.response_id = _text(_object(payload, "response").get("id")) or self.response_id
-        elif kind in ("response.completed", "response.incomplete", "response.failed", "response.cancelled"):
-            response = _object(payload, "response")
-            self.ended = self.notable = True
-            self.usage = response.get("usage") or self.usage
-            self.finish_reason = _text(response.get("status")) or kind.removeprefix("response.")
-        return True, False
-
-    def complete(self) -> bool:
-        return self.ended

@@ -121,6 +121,7 @@ WHOLE = {
 }
 SENT = {
     Phase.FIRST_EVENT: 0,
+    Phase.ROLE: 1,
     Phase.MID_THINKING: 2,
     Phase.MID_TEXT: 4,
     Phase.MID_TOOL_CALL: 7,

@@ -40,12 +40,11 @@ from proxy.wire.streams import (
     ChatStream,
     CompletionsStream,
     MalformedStream,
-    MessagesStream,
-    ResponsesStream,
     StreamReader,
 )
 from proxy.wire.toolcalls import ToolChoice, ToolEngine
 from proxy.wire.toolstream import ToolChatStream
+from proxy.wire.typedstreams import MessagesStream, ResponsesStream
 from tests.answers import Chunk, Head, Raw, chat_events, head_bytes, metrics_page, tool_stream
 from tests.fake_clock import FakeClock
 from tests.proxy.dialects import DIALECTS

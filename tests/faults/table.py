@@ -22,6 +22,7 @@ class Phase(StrEnum):
     SEND = "send"
     PREFILL = "prefill"
     FIRST_EVENT = "first event"
+    ROLE = "role only"
     MID_THINKING = "mid thinking"
     MID_TEXT = "mid text"
     MID_TOOL_CALL = "mid tool call"
@@ -35,6 +36,7 @@ PHASES = {
     Phase.SEND: "The backend has accepted and reads nothing; the request has 1 MiB.",
     Phase.PREFILL: "The backend has the request, and has sent no byte.",
     Phase.FIRST_EVENT: "The head of the answer is there, and half of its first event, or the first byte of its body.",
+    Phase.ROLE: "An event has come that has nothing in it but the role, and half of a further delta (streamed only).",
     Phase.MID_THINKING: "Thinking has come, and half of a further delta. The client has read it, if it is streamed.",
     Phase.MID_TEXT: "The same, in the text.",
     Phase.MID_TOOL_CALL: "The same, in a tool call's arguments.",
@@ -121,74 +123,74 @@ ENDS = {
 }
 
 # Columns: the phases in their order.
-#             queue connect send prefill first think text call last reuse
+#             queue connect send prefill first role think text call last reuse
 STREAMED_ALONE = """
-refuse        E     E       -    -       -     -     -    -    -    -
-reset         S     E       E    E       E     I     I    I    S    S
-FIN           S     E       E    E       E     I     I    I    S    S
-stall         Q     E       E    E       E     I     I    I    S    E
-slow          S     -       S    S       S     S     S    S    S    S
-429           E     -       E    E       -     -     -    -    -    E
-5xx           E     -       E    E       -     -     -    -    -    E
-malformed     -     E       E    E       E     I     I    I    S    E
-truncated     -     -       E    E       E     I     I    I    S    E
-bad framing   -     -       E    E       E     I     I    I    S    E
-abort         -     -       -    E       E     I     I    I    -    E
-error event   -     -       -    E       E     I     I    I    S    E
-death         E     E       E    E       E     I     I    I    S    E
-client gone   C     C       C    C       C     C     C    C    C    C
-SIGTERM       S     -       S    S       S     S     S    S    S    S
+refuse        E     E       -    -       -     -    -     -    -    -    -
+reset         S     E       E    E       E     E    I     I    I    S    S
+FIN           S     E       E    E       E     E    I     I    I    S    S
+stall         Q     E       E    E       E     E    I     I    I    S    E
+slow          S     -       S    S       S     S    S     S    S    S    S
+429           E     -       E    E       -     -    -     -    -    -    E
+5xx           E     -       E    E       -     -    -     -    -    -    E
+malformed     -     E       E    E       E     E    I     I    I    S    E
+truncated     -     -       E    E       E     E    I     I    I    S    E
+bad framing   -     -       E    E       E     E    I     I    I    S    E
+abort         -     -       -    E       E     E    I     I    I    -    E
+error event   -     -       -    E       E     E    I     I    I    S    E
+death         E     E       E    E       E     E    I     I    I    S    E
+client gone   C     C       C    C       C     C    C     C    C    C    C
+SIGTERM       S     -       S    S       S     S    S     S    S    S    S
 """
 STREAMED_WITH_ANOTHER = """
-refuse        O     O       -    -       -     -     -    -    -    -
-reset         S     O       O    O       O     I     I    I    S    S
-FIN           S     O       O    O       O     I     I    I    S    S
-stall         Q     O       O    O       O     I     I    I    S    O
-slow          S     -       S    S       S     S     S    S    S    S
-429           O     -       O    O       -     -     -    -    -    O
-5xx           O     -       O    O       -     -     -    -    -    O
-malformed     -     O       O    O       O     I     I    I    S    O
-truncated     -     -       O    O       O     I     I    I    S    O
-bad framing   -     -       O    O       O     I     I    I    S    O
-abort         -     -       -    O       O     I     I    I    -    O
-error event   -     -       -    O       O     I     I    I    S    O
-death         O     O       O    O       O     I     I    I    S    O
-client gone   C     C       C    C       C     C     C    C    C    C
-SIGTERM       S     -       S    S       S     S     S    S    S    S
+refuse        O     O       -    -       -     -    -     -    -    -    -
+reset         S     O       O    O       O     O    I     I    I    S    S
+FIN           S     O       O    O       O     O    I     I    I    S    S
+stall         Q     O       O    O       O     O    I     I    I    S    O
+slow          S     -       S    S       S     S    S     S    S    S    S
+429           O     -       O    O       -     -    -     -    -    -    O
+5xx           O     -       O    O       -     -    -     -    -    -    O
+malformed     -     O       O    O       O     O    I     I    I    S    O
+truncated     -     -       O    O       O     O    I     I    I    S    O
+bad framing   -     -       O    O       O     O    I     I    I    S    O
+abort         -     -       -    O       O     O    I     I    I    -    O
+error event   -     -       -    O       O     O    I     I    I    S    O
+death         O     O       O    O       O     O    I     I    I    S    O
+client gone   C     C       C    C       C     C    C     C    C    C    C
+SIGTERM       S     -       S    S       S     S    S     S    S    S    S
 """
 WHOLE_ALONE = """
-refuse        E     E       -    -       -     -     -    -    -    -
-reset         S     E       E    E       E     E     E    E    E    S
-FIN           S     E       E    E       E     E     E    E    E    S
-stall         Q     E       E    E       E     E     E    E    E    E
-slow          S     -       S    S       S     S     S    S    S    S
-429           E     -       E    E       -     -     -    -    -    E
-5xx           E     -       E    E       -     -     -    -    -    E
-malformed     -     E       E    E       E     E     E    E    E    E
-truncated     -     -       E    E       E     E     E    E    E    E
-bad framing   -     -       E    E       E     E     E    E    E    E
-abort         -     -       -    E       -     -     -    -    -    E
-error event   -     -       -    E       -     -     -    -    -    E
-death         E     E       E    E       E     E     E    E    E    E
-client gone   C     C       C    C       C     C     C    C    C    C
-SIGTERM       S     -       S    S       S     S     S    S    S    S
+refuse        E     E       -    -       -     -    -     -    -    -    -
+reset         S     E       E    E       E     -    E     E    E    E    S
+FIN           S     E       E    E       E     -    E     E    E    E    S
+stall         Q     E       E    E       E     -    E     E    E    E    E
+slow          S     -       S    S       S     -    S     S    S    S    S
+429           E     -       E    E       -     -    -     -    -    -    E
+5xx           E     -       E    E       -     -    -     -    -    -    E
+malformed     -     E       E    E       E     -    E     E    E    E    E
+truncated     -     -       E    E       E     -    E     E    E    E    E
+bad framing   -     -       E    E       E     -    E     E    E    E    E
+abort         -     -       -    E       -     -    -     -    -    -    E
+error event   -     -       -    E       -     -    -     -    -    -    E
+death         E     E       E    E       E     -    E     E    E    E    E
+client gone   C     C       C    C       C     -    C     C    C    C    C
+SIGTERM       S     -       S    S       S     -    S     S    S    S    S
 """
 WHOLE_WITH_ANOTHER = """
-refuse        O     O       -    -       -     -     -    -    -    -
-reset         S     O       O    O       O     O     O    O    O    S
-FIN           S     O       O    O       O     O     O    O    O    S
-stall         Q     O       E    E       O     O     O    O    O    E
-slow          S     -       S    S       S     S     S    S    S    S
-429           O     -       O    O       -     -     -    -    -    O
-5xx           O     -       O    O       -     -     -    -    -    O
-malformed     -     O       O    O       O     O     O    O    O    O
-truncated     -     -       O    O       O     O     O    O    O    O
-bad framing   -     -       O    O       O     O     O    O    O    O
-abort         -     -       -    O       -     -     -    -    -    O
-error event   -     -       -    O       -     -     -    -    -    O
-death         O     O       O    O       O     O     O    O    O    O
-client gone   C     C       C    C       C     C     C    C    C    C
-SIGTERM       S     -       S    S       S     S     S    S    S    S
+refuse        O     O       -    -       -     -    -     -    -    -    -
+reset         S     O       O    O       O     -    O     O    O    O    S
+FIN           S     O       O    O       O     -    O     O    O    O    S
+stall         Q     O       E    E       O     -    O     O    O    O    E
+slow          S     -       S    S       S     -    S     S    S    S    S
+429           O     -       O    O       -     -    -     -    -    -    O
+5xx           O     -       O    O       -     -    -     -    -    -    O
+malformed     -     O       O    O       O     -    O     O    O    O    O
+truncated     -     -       O    O       O     -    O     O    O    O    O
+bad framing   -     -       O    O       O     -    O     O    O    O    O
+abort         -     -       -    O       -     -    -     -    -    -    O
+error event   -     -       -    O       -     -    -     -    -    -    O
+death         O     O       O    O       O     -    O     O    O    O    O
+client gone   C     C       C    C       C     -    C     C    C    C    C
+SIGTERM       S     -       S    S       S     -    S     S    S    S    S
 """
 
 

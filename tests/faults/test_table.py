@@ -153,7 +153,7 @@ def _limit(cell: Cell) -> float:
     before = cell.phase in (Phase.SEND, Phase.PREFILL, Phase.REUSE)
     if not cell.stream:
         return (TOTAL if before else GAP) + slack
-    return (FIRST if before or cell.phase is Phase.FIRST_EVENT else GAP) + slack
+    return (FIRST if before or cell.phase in (Phase.FIRST_EVENT, Phase.ROLE) else GAP) + slack
 
 
 # -- the page --------------------------------------------------------------------------------------------------------

@@ -60,14 +60,20 @@ class Timeline:
         backend.answer(steps)
 
     async def play(self, at: Scene) -> None:
-        """From the request's arrival at the backend until the client has it all."""
+        """From the request's arrival at the backend until the client has it all; what only opens the answer comes with
+        the first that says something."""
         seen = at.client.response.body
+        (exchange,) = at.gateway.app.gateway.exchanges
+        relay = exchange._relay
+        assert relay is not None
         for gate, (seconds, piece) in zip(self.gates, self.pieces, strict=True):
             at.clock.advance(seconds)
             gate.set()
             seen += piece
             if piece:
-                await at.client.read_until(seen)
+                await eventually(lambda: relay.over or relay.heard_at >= at.clock.now(), "the piece")
+                if relay.events_sent:
+                    await at.client.read_until(seen)
         assert (await at.client.read()).complete
 
 

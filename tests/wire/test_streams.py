@@ -15,10 +15,9 @@ from proxy.wire.streams import (
     ChatStream,
     CompletionsStream,
     MalformedStream,
-    MessagesStream,
-    ResponsesStream,
     StreamReader,
 )
+from proxy.wire.typedstreams import MessagesStream, ResponsesStream
 from tests import captures
 
 READERS: dict[str, type[StreamReader]] = {
