@@ -1,7 +1,7 @@
 """Small requests of the gateway's own to a backend, beside those of clients: how many tokens, what ids say, what it can do.
 
 Rules: over the backend's own connections, with its key, under one deadline. Nothing raises: what does not answer in time,
-or not with JSON, is None.
+or not with JSON or events of it, is None.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import orjson
 from proxy.clock import Clock
 from proxy.pool import Backend
 from proxy.upstream import Headers
+from proxy.wire.sse import EventTooLong, Splitter, fields
 
 if TYPE_CHECKING:
     from proxy.lane import Lane
@@ -30,11 +31,17 @@ async def post(clock: Clock, backend: Backend, path: bytes, body: bytes, seconds
             status, answer = await _post(backend, path, body)
     except (OSError, TimeoutError):
         return None
-    if status != 200:
-        return None
+    return decoded(answer) if status == 200 else None
+
+
+def decoded(body: bytes) -> Any:
+    """What an answer says: its JSON; of an event stream a list of what its events say. None: neither."""
     try:
-        return orjson.loads(answer)
-    except orjson.JSONDecodeError:
+        if not body.startswith(b"data:"):
+            return orjson.loads(body)
+        told = [fields(event)[1] for event in Splitter().feed(body)]
+        return [orjson.loads(data) for data in told if data and data != b"[DONE]"]
+    except (ValueError, EventTooLong):
         return None
 
 

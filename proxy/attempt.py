@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 
 from policies import Failure
@@ -81,6 +82,27 @@ class Plan:
     """Reads the stream in place of the endpoint's plain reader."""
     transcript: Transcript | None = None
     """Keeps what another backend needs to go on with the answer, where it may."""
+
+    def with_reader(self, reader: Callable[[], StreamReader], *, hide_usage: bool = False) -> Plan:
+        """Of an attempt that goes on with what another began: what it forwards is as the client has it."""
+        return replace(self, reader=reader, hide_usage=hide_usage, model_swap=None)
+
+
+@frozen
+class Step:
+    """What an attempt sends and how it hears the answer."""
+
+    target: str
+    body: bytes
+    plan: Plan
+
+
+class Stuck(Exception):
+    """An answer cannot go on; `why` in a word."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 BREAKS = frozenset(

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from proxy.abilities import find_out
+from proxy.aside import decoded
 from proxy.config import Backend, Config, effective, serving
 from proxy.tomltext import toml_lines
 from proxy.wire.errors import read_error, read_event_error
@@ -300,12 +301,17 @@ class Probe:
     async def _continuation(self, model: str) -> None:
         async def ask(path: bytes, body: dict[str, object]) -> object:
             answer = await self._ask("POST", path.decode(), json.dumps({**body, "model": model}).encode())
-            return _json(answer.body) if answer.status == 200 else None
+            return decoded(answer.body) if answer.status == 200 else None
 
         ability = await find_out(ask)
         if ability.exact:
             detail = f"by token, with backends of the same tokenizer ({ability.tokenizer})"
             self._tell("continuation", Verdict.OK, detail)
+        elif ability.prefill is not None:
+            fix = 'set tiers.NAME.continuation = "text": its texts then go on elsewhere'
+            self._tell(
+                "continuation", Verdict.NOTE, "by text only: it gives no token ids, or takes none", fix
+            )
         else:
             fix = "its streams end with an error where they break; vLLM gives token ids"
             self._tell("continuation", Verdict.NOTE, "it gives no token ids, or takes none", fix)

@@ -160,11 +160,11 @@ class Classifier:
                 calibration = self.calibrations[model] = Calibration()
             calibration.learn(asked.mix, tokens)
 
-    def continues(self, endpoint: Endpoint, asked: Classified) -> bool:
-        """The tier lets a broken stream of this request go on elsewhere."""
+    def continues(self, endpoint: Endpoint, asked: Classified) -> str:
+        """How the tier lets a broken stream of this request go on elsewhere: its `continuation`."""
         facts = asked.facts
-        wanted = self._config.tiers[facts.tier.name].continuation != "off"
-        return wanted and facts.stream and endpoint.generates and isinstance(asked.body, RequestBody)
+        may = facts.stream and endpoint.generates and isinstance(asked.body, RequestBody)
+        return self._config.tiers[facts.tier.name].continuation if may else "off"
 
     def prepare(
         self,

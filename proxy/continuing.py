@@ -6,6 +6,7 @@ Rules
 2. A leg begins only when everything agrees: the ids are there without a hole, the new backend decodes them to a text that
    reads like what the client has, and nothing the request asks for would be lost by the cut. Else the stream ends with
    an error, as it would have without any of this.
+3. By token where that can be; where the tier allows it and no backend can, by text (`textway`).
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from functools import partial
 
 import orjson
 
-from policies.frozen import frozen
-from proxy.abilities import NONE, Abilities
+from proxy.abilities import NONE, Abilities, Ability
 from proxy.aside import post
-from proxy.attempt import Plan
+from proxy.attempt import Plan, Step, Stuck
 from proxy.classify import Classified
 from proxy.clock import Clock
 from proxy.errors import Outcome
 from proxy.failover import Failover
 from proxy.pool import Backend
 from proxy.record import Ending, Record
+from proxy.textway import TextWay
 from proxy.toolwork import raw_engine
 from proxy.wire.body import scan_object
 from proxy.wire.continuation import ABORT, MOST_TORN, Transcript, torn
@@ -46,26 +47,9 @@ _TAIL = 16
 _RETURN_IDS = override("return_token_ids", True)
 
 
-class Stuck(Exception):
-    """The answer cannot go on; `why` in a word."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
-
-
-@frozen
-class Step:
-    """What an attempt sends and how it hears the answer."""
-
-    target: str
-    body: bytes
-    plan: Plan
-
-
 class Continuation:
-    """Of one request. legs: (backend, tokens of the answer before it) of every attempt that went on. broke: the stream did,
-    in the middle. why: it cannot go on."""
+    """Of one request. legs: (backend, tokens of the answer before it, by token or by text) of every attempt that went on.
+    broke: the stream did, in the middle. why: it cannot go on."""
 
     __slots__ = (
         "_abilities",
@@ -73,22 +57,27 @@ class Continuation:
         "_asked",
         "_clock",
         "_had",
+        "_last",
         "_terms",
+        "_texts",
         "_transcript",
         "broke",
         "legs",
         "why",
     )
 
-    def __init__(self, clock: Clock, abilities: Abilities, asked: Classified) -> None:
+    def __init__(self, clock: Clock, abilities: Abilities, asked: Classified, *, text: bool = False) -> None:
+        """text: the tier allows to go on by text."""
         self._clock = clock
         self._abilities = abilities
         self._asked = asked
         self._ability = NONE
         self._terms: Terms | None = None
         self._transcript: Transcript | None = None
-        self.legs: list[tuple[str, int]] = []
-        self._had = 0  # tokens, when the last leg began
+        self._texts = text
+        self._last = ""  # the backend that was asked last
+        self.legs: list[tuple[str, int, str]] = []
+        self._had = 0  # of `_made`, when the last leg began
         self.broke = False
         self.why: str | None = None
 
@@ -105,8 +94,8 @@ class Continuation:
         assert isinstance(body, RequestBody)
         for name in asked.route.backends:
             self._abilities.of(name)  # so that it is known when it is needed
-        self._ability = self._abilities.of(backend.name)
-        if not self._ability.exact:
+        self._ability = ability = self._abilities.of(backend.name)
+        if not ability.exact and (not self._texts or ability.tokenizer is None):
             self.why = "backend"
             return step
         scan = scan_object(step.body)
@@ -117,24 +106,53 @@ class Continuation:
             self.why = terms
             return step
         self.why, self._terms = None, terms
-        transcript = self._transcript = Transcript(shows_usage=terms.shows_usage)
-        return Step(step.target, apply(scan, [_RETURN_IDS]), replace(step.plan, transcript=transcript))
+        transcript = self._transcript = Transcript(shows_usage=terms.shows_usage, text=not ability.exact)
+        sent = apply(scan, [_RETURN_IDS]) if ability.exact else step.body
+        return Step(step.target, sent, replace(step.plan, transcript=transcript))
+
+    @property
+    def _made(self) -> int:
+        """How much of the answer there is: tokens, where they are known, else characters."""
+        transcript = self._transcript
+        if transcript is None:
+            return 0
+        return len(transcript.ids) if transcript.usable else len(transcript.said.content)
+
+    def _by_token(self, ability: Ability) -> bool:
+        return self._ability.exact and ability.exact and ability.alike(self._ability)
+
+    def _by_text(self, ability: Ability) -> bool:
+        body = self._asked.body
+        assert isinstance(body, RequestBody)
+        able = ability.prefill is not None or body.api is Api.COMPLETIONS
+        return self._texts and able and ability.alike(self._ability)
 
     def after_break(self, failover: Failover) -> bool:
         """An attempt failed, and the client has a part of the answer: whether another may go on from there."""
         self.broke = True
-        names = self._asked.route.backends
-        failover.moves = self.begun and self._transcript is not None and len(self._transcript.ids) > self._had
-        failover.unfit = frozenset([name for name in names if self._abilities.of(name) != self._ability])
-        return self.begun
+        if not self.begun:
+            return False
+        assert self._transcript is not None
+        _ = self._transcript.said  # `usable` counts behind it
+        abilities = {name: self._abilities.of(name) for name in self._asked.route.backends}
+        fit = {name for name, ability in abilities.items() if self._by_token(ability)}
+        if not self._transcript.usable or not fit - failover.tried - {self._last}:
+            fit |= {name for name, ability in abilities.items() if self._by_text(ability)}
+        failover.moves = self._made > self._had
+        failover.unfit = frozenset(abilities.keys() - fit)
+        return True
 
     async def step(self, backend: Backend, step: Step) -> Step:
         """What `backend` is sent, where an ordinary attempt would send `step`. Raises Stuck, and TimeoutError where it does
         not answer."""
+        self._last = backend.name
         if not self.begun:
             return self._watched(backend, step)
         try:
-            return await self._leg(backend, step.plan)
+            ability = self._abilities.of(backend.name)
+            if self._by_token(ability) and self._transcript is not None and self._transcript.usable:
+                return await self._leg(backend, step.plan)
+            return await self._text_leg(backend, ability, step)
         except Stuck as stuck:
             self.why = stuck.why
             raise
@@ -183,12 +201,27 @@ class Continuation:
         except Differs:
             raise Stuck("differs") from None
         transcript.next_leg(ids)
-        self._had = len(ids)
-        self.legs.append((backend.name, len(ids)))
+        self._went_on(backend, len(ids), "token")
         model = backend.served_model or self._asked.route.target
         body = terms.body(model, prompt, ids, raw=plan.api is Api.CHAT)
-        plan = replace(plan, reader=lambda: made, transcript=transcript, hide_usage=False, model_swap=None)
-        return Step(PATH, body, plan)
+        return Step(PATH, body, replace(plan.with_reader(lambda: made), transcript=transcript))
+
+    async def _text_leg(self, backend: Backend, ability: Ability, step: Step) -> Step:
+        """The same by text; step: an ordinary attempt there."""
+        transcript, terms = self._transcript, self._terms
+        assert transcript is not None
+        assert terms is not None
+        if not self._by_text(ability):
+            raise Stuck("ids" if self._ability.exact else "backend")
+        way = TextWay(self._clock, backend, ability)
+        step, had = await way.leg(step, transcript.said, terms, self._asked.work)
+        transcript.next_text_leg()
+        self._went_on(backend, had, "text")
+        return replace(step, plan=replace(step.plan, transcript=transcript))
+
+    def _went_on(self, backend: Backend, tokens: int, by: str) -> None:
+        self._had = self._made
+        self.legs.append((backend.name, tokens, by))
 
     async def _decoded(self, backend: Backend, ids: list[int]) -> str | None:
         """The text of `ids`, which are cut back to a whole character: an engine that is given half of one as a prompt

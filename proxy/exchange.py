@@ -18,10 +18,10 @@ from aiohttp import web
 
 from policies import Decision, Failure, RequestFacts, Result, Wait
 from policies.trace import Trace
-from proxy.attempt import FAILURES, Fault, FaultKind, Reply
+from proxy.attempt import FAILURES, Fault, FaultKind, Reply, Step, Stuck
 from proxy.attempt import Result as Attempt
 from proxy.classify import Classified
-from proxy.continuing import Continuation, Step, Stuck
+from proxy.continuing import Continuation
 from proxy.decisions import write
 from proxy.endpoints import Endpoint, api_of
 from proxy.errors import Outcome, ProxyError
@@ -153,8 +153,8 @@ class Exchange:
         """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
         gateway, names, record = self._gateway, asked.route.backends, self.record
         self._tools = asked.work.tools if asked.work is not None else None
-        if self._classifier.continues(endpoint, asked):
-            self._continuation = Continuation(gateway.clock, gateway.abilities, asked)
+        if (way := self._classifier.continues(endpoint, asked)) != "off":
+            self._continuation = Continuation(gateway.clock, gateway.abilities, asked, text=way == "text")
         let_in: Pass | Refused | None
         let_in = await gateway.gate.enter(asked.facts, names, asked.pinned, self._queued)
         record.admitted_at = gateway.clock.now()

@@ -44,6 +44,11 @@ class Failover:
         return self._attempts.failures
 
     @property
+    def tried(self) -> frozenset[str]:
+        """Backends that failed, and are not asked again."""
+        return self._attempts.tried
+
+    @property
     def final(self) -> bool:
         """Other attempts were made before the one that the client is told of, and no header says when to come back."""
         return self._attempts.repeated and self.error is not None and self.error.retry_after is None

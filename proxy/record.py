@@ -58,7 +58,7 @@ class Record:
     error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from admission), predicted_tpot: what was
     expected of the backend that was chosen, in tokens and seconds. failures: backend and kind of attempts that failed.
     continuation: how it went with a stream that broke and might go on; continuation_why: what did not allow it. legs:
-    backend and tokens of the answer so far, of every attempt that went on with it.
+    backend, tokens of the answer so far, and `token` or `text`, of every attempt that went on with it.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
     first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
@@ -84,7 +84,7 @@ class Record:
     failures: tuple[tuple[str, Failure], ...] = ()
     continuation: Ending | None = None
     continuation_why: str | None = None
-    legs: tuple[tuple[str, int], ...] = ()
+    legs: tuple[tuple[str, int, str], ...] = ()
     tenant: str | None = None
     session_hash: str | None = None
     conversation: str | None = None
@@ -287,7 +287,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
 def _continuation(record: Record) -> dict[str, object] | None:
     if record.continuation is None:
         return None
-    legs = [{"backend": name, "after_tokens": tokens} for name, tokens in record.legs]
+    legs = [{"backend": name, "after_tokens": tokens, "by": by} for name, tokens, by in record.legs]
     return {"ending": record.continuation, "why": record.continuation_why, "legs": legs}
 
 

@@ -324,7 +324,8 @@ class Relay:
         if fault is not None and self.events_sent and reader is not None:
             plan = self._plan
             # The count that the client is owed, where it asked for it.
-            counted = plan.transcript is not None or plan.hide_usage or reader.usage is not None
+            kept = plan.transcript is not None and plan.transcript.usable
+            counted = kept or plan.hide_usage or reader.usage is not None
             if fault.kind in BREAKS and counted and reader.complete():
                 self._close(reader)  # all of it came; what broke is the connection
                 return

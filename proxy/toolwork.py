@@ -183,6 +183,14 @@ def raw_engine(work: ToolWork | None, thinks: bool) -> ToolEngine:
     return engine
 
 
+def rest_engine(work: ToolWork | None, exact: bool) -> ToolEngine:
+    """For what follows a text that has begun, behind the thinking, of a backend that may have parsed it."""
+    if work is None:
+        return ToolEngine(_NO_TOOLS, ToolChoice(), new_id, exact=exact)
+    choice = work.choice if work.choice.mode == "none" else ToolChoice()
+    return ToolEngine(work.tools, choice, new_id, exact=exact)
+
+
 # -- thinking ------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ LAYERS = (
     ("headers", "refusals", "local", "intake"),
     ("toolwork", "toolcheck", "aside"),
     ("classify", "tokenizer", "abilities"),
+    ("textway",),
     ("failover", "continuing"),
     ("exchange",),
     ("handler", "admin"),

@@ -54,7 +54,7 @@ class TierConfig(Section):
     slo: SloConfig = SloConfig()
     spill: Literal["sooner", "full", "never"] = "sooner"
     last_resort: bool = False
-    continuation: Literal["off", "exact"] = "off"
+    continuation: Literal["off", "exact", "text"] = "off"
 
     def tier(self, name: str) -> Tier:
         slo = None

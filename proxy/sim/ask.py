@@ -19,7 +19,14 @@ Json = dict[str, object]
 _STEER = re.compile(r"#sim((?: +\w+=\S+)+)")
 _NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
 _INTEGERS = ("max_tokens", "max_completion_tokens", "n", "seed", "min_tokens", "top_logprobs", "top_k")
-_BOOLEANS = ("stream", "ignore_eos", "return_token_ids", "parallel_tool_calls")
+_BOOLEANS = (
+    "stream",
+    "ignore_eos",
+    "return_token_ids",
+    "parallel_tool_calls",
+    "continue_final_message",
+    "add_generation_prompt",
+)
 
 
 class Refused(Exception):
@@ -75,6 +82,7 @@ class Ask:
     choice: str = "none"
     named: str | None = None
     answered: bool = False  # the last message is a tool's result
+    goes_on: bool = False  # the last message is the beginning of the answer
     thinking: bool = False
     schema: object = None
     steer: dict[str, str] = field(default_factory=dict)
@@ -147,6 +155,7 @@ def read(
         choice=choice,
         named=named,
         answered=answered,
+        goes_on=chat and goes_on(body),
         thinking=thinks,
         schema=_schema(body),
         steer=steering(last),
@@ -233,6 +242,15 @@ def _thinks(body: Json, default: bool) -> bool:
     return asked if isinstance(asked, bool) else default
 
 
+def goes_on(body: Json) -> bool:
+    """The last message is to be continued. vLLM refuses to begin an answer behind it as well."""
+    wanted = bool(body.get("continue_final_message"))
+    if wanted and body.get("add_generation_prompt", True):
+        message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
+        raise invalid("value_error", "body", f"Value error, {message}", "'input': '<dict of items>'")
+    return wanted
+
+
 def _chat_prompt(body: Json, model: str, thinking: bool) -> tuple[bytes, str, bool]:
     """(prompt, last user text, whether a tool's result comes last)."""
     messages = [m for m in _list(body.get("messages")) if isinstance(m, dict)]
@@ -242,6 +260,7 @@ def _chat_prompt(body: Json, model: str, thinking: bool) -> tuple[bytes, str, bo
     if body.get("tools"):
         parts.append(f"<|im_start|>system\n# Tools\n{json.dumps(body['tools'])}<|im_end|>\n")
     last = ""
+    begun = messages.pop() if goes_on(body) and len(messages) > 1 else None
     for message in messages:
         role, text = str(message.get("role")), _content(message.get("content"), model)
         if message.get("tool_calls"):
@@ -250,6 +269,9 @@ def _chat_prompt(body: Json, model: str, thinking: bool) -> tuple[bytes, str, bo
             last = text
         parts.append(f"<|im_start|>{role}\n{text}<|im_end|>\n")
     parts.append("<|im_start|>assistant\n<think>\n" + ("" if thinking else "\n</think>\n\n"))
+    if begun is not None:  # as this model writes it
+        thought = str(begun.get("reasoning") or begun.get("reasoning_content") or "")
+        parts.append((f"{thought}</think>" if thought else "") + _content(begun.get("content"), model))
     return "".join(parts).encode("utf-8", "replace"), last, messages[-1].get("role") == "tool"
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     help="Tool calls: parsed (qwen3_xml), or raw JSON or XML in the content.",
 )
 @click.option("--no-tool-parser", is_flag=True, help='Refuse tool_choice "auto", as vLLM without the option.')
+@click.option("--no-token-ids", is_flag=True, help="Give none, as servers other than vLLM.")
 @click.option(
     "--api-key", envvar="TIERLINE_SIM_KEY", help="From the environment: TIERLINE_SIM_KEY.", hidden=True
 )
@@ -70,6 +71,7 @@ def sim(
     thinking: bool,
     dialect: str,
     no_tool_parser: bool,
+    no_token_ids: bool,
     api_key: str | None,
     window: int | None,
     kv_tokens: int | None,
@@ -110,6 +112,7 @@ def sim(
             thinking=thinking,
             dialect=Dialect(dialect),
             tool_parser=not no_tool_parser,
+            token_ids=not no_token_ids,
             api_key=api_key,
             window_tokens=window,
             kv_tokens=kv_tokens,

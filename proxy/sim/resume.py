@@ -1,7 +1,8 @@
-"""A completion whose prompt is a chat prompt and the beginning of its answer: the model goes on, as any model would.
+"""A prompt that is a chat prompt and the beginning of its answer: the model goes on, as any model would.
 
 Rules: pure. The answer to a prompt is decided (`plan`), so what is left of it is known from the prompt alone. A beginning
-that is not this model's own makes an ordinary completion.
+that is not this model's own makes an ordinary answer. In a chat the server's parser of thinking sees no end of it, and
+takes all that comes for thinking, as vLLM's does.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ def resumed(ask: Ask, seed: int, room: int, tokenizer: Tokenizer, dialect: Diale
     whole = plan(_chat(asked, thinking), 0, seed, 1 << 30, tokenizer, dialect)
     if not "".join(piece.text for piece in whole.pieces).encode().startswith(begun):
         return None
-    rest = _behind(whole.pieces, len(begun))
+    rest = _behind(whole.pieces, len(begun), Kind.REASONING if ask.chat and thinking else Kind.CONTENT)
     return limited(rest, replace(ask, min_tokens=0), min(room, ask.max_tokens or room), tokenizer, "stop")
 
 
-def _behind(pieces: tuple[Piece, ...], size: int) -> list[Piece]:
+def _behind(pieces: tuple[Piece, ...], size: int, kind: Kind) -> list[Piece]:
     """What is left of the pieces behind `size` bytes, as raw text: the same tokens, as long as those before it were."""
     rest = []
     for piece in pieces:
         text = piece.text.encode()
         if len(text) > size:
-            rest.append(Piece(Kind.CONTENT, text[size:].decode("utf-8", "replace")))
+            rest.append(Piece(kind, text[size:].decode("utf-8", "replace")))
         size = max(0, size - len(text))
     return rest
 

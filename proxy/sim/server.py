@@ -53,6 +53,7 @@ class Options:
     thinking: bool = True
     dialect: Dialect = Dialect.QWEN3_XML
     tool_parser: bool = True
+    token_ids: bool = True
     api_key: str | None = None
     window_tokens: int | None = None
     kv_tokens: int | None = None
@@ -235,6 +236,8 @@ class Simulator:
 
     async def _generate(self, body: Json, answer: Answer, headers: Headers, *, chat: bool) -> None:
         o = self.options
+        if not o.token_ids:
+            body.pop("return_token_ids", None)
         ask = read(
             body,
             o.model,
@@ -291,7 +294,9 @@ class Simulator:
         if wrong is not None:
             dialect = Dialect(wrong.dialect)
         seed, tokenizer = self.options.seed, self._tokenizer
-        if not ask.chat and (rest := resumed(ask, seed, room, tokenizer, dialect)) is not None:
+        if (ask.goes_on or not ask.chat) and (
+            rest := resumed(ask, seed, room, tokenizer, dialect)
+        ) is not None:
             return rest
         if ask.choice == "required" and self._breaks_required(ask):
             dialect = Dialect.XML

@@ -5,7 +5,8 @@ Rules
    stands `null`, as a backend writes it that was not asked.
 2. What the client has is read from the very bytes that went to it, and only when it is needed: until then the bytes are
    kept, and read in batches so that a long answer does not cost its weight in JSON.
-3. An answer whose ids have a hole, or that came without its prompt's, is not continued.
+3. An answer whose ids have a hole, or that came without its prompt's, is not continued by token.
+4. An answer that is kept for its text alone loses nothing on the way but what comes behind an abort.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _KEY = b',"token_ids":'
 _NEXT = re.compile(_KEY + rb"\[(\d{1,18}(?:,\d{1,18})*)\]")
 _GOES_ON = b'"finish_reason":null,'
 _FINISH = re.compile(rb'[{,]\s*"finish_reason"\s*:\s*"(\w+)"')
+_ABORTED = b'"abort"'
 _THOUGHTS = ("reasoning", "reasoning_content")
 _NOT_REPEATED = frozenset({"choices", "usage", "prompt_token_ids", "prompt_text"})
 
@@ -54,9 +56,9 @@ class SaidCall:
 
 class Said:
     """What the client has. thoughts: the names its thinking came under. template: what every event repeats, its id among
-    it. usage: the client was told."""
+    it. usage: the client was told. finished: it has a finish_reason."""
 
-    __slots__ = ("_content", "_reasoning", "calls", "template", "thoughts", "usage")
+    __slots__ = ("_content", "_reasoning", "calls", "finished", "template", "thoughts", "usage")
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -65,6 +67,7 @@ class Said:
         self.thoughts: tuple[str, ...] = ()
         self.template: dict[str, Any] = {}
         self.usage = False
+        self.finished = False
 
     @property
     def content(self) -> str:
@@ -82,6 +85,7 @@ class Said:
         for choice in payload.get("choices") or ():
             if text := choice.get("text"):
                 self._content.append(text)
+            self.finished = self.finished or bool(choice.get("finish_reason"))
             if delta := choice.get("delta"):
                 self._delta(delta)
 
@@ -110,6 +114,7 @@ class Transcript:
         "_said",
         "_shows_usage",
         "_size",
+        "_text",
         "begun",
         "finish",
         "ids",
@@ -117,14 +122,15 @@ class Transcript:
         "prompt_ids",
     )
 
-    def __init__(self, *, shows_usage: bool) -> None:
-        """shows_usage: the client asked for usage."""
+    def __init__(self, *, shows_usage: bool, text: bool = False) -> None:
+        """shows_usage: the client asked for usage. text: no ids were asked for."""
         self._shows_usage = shows_usage
+        self._text = text
         self.begun = False
         """The client has something."""
         self.prompt_ids = array("q")
         self.ids = array("q")  # a list takes four times as much, and prompts are long
-        self.intact = True
+        self.intact = not text
         """No event with text came without its ids, and none went out that cannot be read."""
         self.finish: str | None = None
         """The backend said that the answer is whole."""
@@ -136,13 +142,18 @@ class Transcript:
 
     @property
     def usable(self) -> bool:
-        """Another backend could go on from here."""
+        """Another backend could go on behind the last token."""
         return self.intact and len(self.prompt_ids) > 0
 
     def strip(self, event: bytes) -> bytes:
         """The event as it would have come had nobody asked for ids."""
         if self._closed:
             return b"" if self.finish == ABORT else event  # vLLM tells usage behind an abort: of a part
+        if self._text:
+            if _ABORTED in event and (finish := _FINISH.search(event)) is not None:
+                self.finish = finish[1].decode()
+                self._closed = self.finish == ABORT
+            return event
         plain = None
         if self.prompt_ids and _GOES_ON in event:
             plain = _NEXT.match(event, event.find(_KEY))  # nearly all, as vLLM spells them
@@ -193,6 +204,11 @@ class Transcript:
         self.ids = array("q", ids)
         self.finish = None
         self._closed = False
+
+    def next_text_leg(self) -> None:
+        """Another backend goes on behind the text: from here nobody knows the ids."""
+        self.next_leg(())
+        self._text, self.intact = True, False
 
     def usage(self) -> dict[str, int]:
         """Counted, for a backend that broke off before it told."""

@@ -73,6 +73,12 @@ async def two_backends(make_gateway: MakeGateway, sims: tuple[Running, Running],
     return gateway
 
 
+def cannot(backend: ScriptedBackend) -> None:
+    """It will not say how it cuts text into tokens."""
+    for _ in range(2):
+        backend.answer(json_answer({"detail": "Not Found"}, status=404))
+
+
 def body(text: str, **more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], **USAGE, **more}
 
@@ -316,9 +322,8 @@ async def test_by_default_nothing_is_asked_for_and_nothing_goes_on(
 async def test_a_backend_without_ids_is_asked_as_ever(
     make_gateway: MakeGateway, backend: ScriptedBackend
 ) -> None:
-    for _ in range(2):
-        backend.answer(json_answer({"detail": "Not Found"}, status=404))
-        backend.answer(chat_stream("Hello there"))
+    cannot(backend)
+    backend.answer(chat_stream("Hello there"))
     gateway = await make_gateway(backend, config=ON)
     await able(gateway)
     assert (await gateway.ask(CHAT, body("hi"))).body.endswith(DONE)
@@ -361,11 +366,11 @@ def ids_stream(*words: str, finish: str | None) -> list[bytes]:
 async def scripted(make_gateway: MakeGateway, *backends: ScriptedBackend) -> Gateway:
     """A gateway that believes of scripted backends what it would have found out of others."""
     for backend in backends:
-        backend.answer(json_answer({"detail": "Not Found"}, status=404))
+        cannot(backend)
     gateway = await make_gateway(*backends, config=ON)
     await able(gateway)
     for name in gateway.app.pool.backends:
-        gateway.app.abilities._known[name] = gateway.app.clock.now(), Ability(True, "the same")
+        gateway.app.abilities._known[name] = gateway.app.clock.now(), Ability(True, "the same", b"/tokenize")
     return gateway
 
 
@@ -399,7 +404,7 @@ async def test_ids_that_end_inside_a_character_are_cut_back_before_another_goes_
     choice = {"index": 0, "text": "🙂", "finish_reason": "stop", "token_ids": [1, 2, 9, 8]}
     other.answer(sse({"id": "second", "choices": [choice]}))
     reply = await gateway.ask(CHAT, body("hi"))
-    *asked, rest = [json.loads((await other.received(number)).body) for number in range(1, 5)]
+    *asked, rest = [json.loads((await other.received(number)).body) for number in range(2, 6)]
     assert [question["tokens"] for question in asked] == [[0, 1, 2], [0, 1], [0]]
     assert rest["prompt"] == [1, 2, 3, 0]
     assert heard(reply)[1] == "A:🙂"

@@ -233,7 +233,9 @@ def test_every_field_of_a_record_reaches_its_line():
         if name in ("continuation", "continuation_why", "legs"):
             record = replace(plain, continuation=Ending.UNSAFE)
             without = json.loads(line(record, measures(record)))
-            value = {"continuation": Ending.WHOLE, "continuation_why": "seed", "legs": (("x", 3),)}[name]
+            value = {"continuation": Ending.WHOLE, "continuation_why": "seed", "legs": (("x", 3, "text"),)}[
+                name
+            ]
             setattr(record, name, value)
         if name == "tool_counts":
             record.tool_counts = Counters(xml=2)
