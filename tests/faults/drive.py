@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from proxy.abilities import Ability
 from proxy.record import Record
 from tests.client import Connection, Response
 from tests.fake_clock import FakeClock
 from tests.faults.leaks import Leaks
 from tests.faults.table import Cell, Fault, Phase
+from tests.faults.tokens import finishes, with_ids
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway
 from tests.proxy.scenes import QUIET, eventually, polled
 from tests.scripted import (
@@ -66,6 +68,7 @@ total = {TOTAL}
 client_idle = 30
 keepalive_after = 0
 """
+ON = '[tiers.balanced]\ncontinuation = "exact"\n'
 ONE = "limits.max_in_flight = 1\nlimits.kv_tokens = 100_000_000\nlimits.window_tokens = 10_000_000\n"
 MANY = ONE.replace("= 1\n", "= 8\n")
 IN_ORDER = 'def score(facts, backend):\n    return {"place": 0.0 if backend.name == "a" else 1.0}\n'
@@ -155,16 +158,24 @@ def request(text: str = "hi", *, stream: bool) -> dict[str, Any]:
     return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
 
 
-def answer(*, stream: bool) -> list[Step]:
-    """The whole answer."""
+WITH_IDS = with_ids(EVENTS)
+
+
+def answer(*, stream: bool, ids: bool = False) -> list[Step]:
+    """The whole answer. ids: with those of its tokens."""
     if stream:
-        return [STREAM_HEAD, *map(Chunk, EVENTS), LastChunk()]
+        return [STREAM_HEAD, *map(Chunk, WITH_IDS if ids else EVENTS), LastChunk()]
     return whole(BODY)
 
 
 def answered(asked: Received) -> list[Step]:
     """The whole answer, in the way that was asked for."""
-    return answer(stream=bool(asked.json.get("stream")))
+    return answer(stream=bool(asked.json.get("stream")), ids=bool(asked.json.get("return_token_ids")))
+
+
+def goes_on(asked: Received) -> list[Step]:
+    """The same of one that finishes what another began, too."""
+    return finishes(asked, answered)
 
 
 # -- time -----------------------------------------------------------------------------------------------------------
@@ -267,18 +278,19 @@ def script(
     wait: list[Step] = [Stall()] if fault is Fault.GONE else []
     if cell.phase not in SENT:  # queue, connect, send, prefill, reuse
         if fault is Fault.SLOW:
-            return [*here, *_slowly(answer(stream=stream), clock)]
+            return [*here, *_slowly(answer(stream=stream, ids=cell.goes_on), clock)]
         if benign:
-            return [*here, *wait, *answer(stream=stream)]
+            return [*here, *wait, *answer(stream=stream, ids=cell.goes_on)]
         return [*here, *_before_the_head(fault, stream, die)]
     if not stream:
         return _half_a_body(cell, here, clock, die)
     count = SENT[cell.phase]
-    sent, following = EVENTS[:count], EVENTS[count]
+    events = WITH_IDS if cell.goes_on else EVENTS
+    sent, following = events[:count], events[count]
     torn = fault not in (Fault.ABORT, Fault.ERROR) and cell.phase is not Phase.LAST_EVENT
     begun = following[: len(following) // 2] if torn else b""
     steps: list[Step] = [STREAM_HEAD, *map(Chunk, sent), *([Chunk(begun)] if begun else []), *here]
-    rest: list[Step] = [Chunk(following[len(begun) :]), *map(Chunk, EVENTS[count + 1 :]), LastChunk()]
+    rest: list[Step] = [Chunk(following[len(begun) :]), *map(Chunk, events[count + 1 :]), LastChunk()]
     if fault is Fault.SLOW:
         return [*steps, *_slowly(rest, clock)]
     if benign:
@@ -343,7 +355,7 @@ async def play(cell: Cell, make_gateway: MakeGateway, folder: Path) -> Saw:
     async with contextlib.AsyncExitStack() as stack:
         a = await stack.enter_async_context(ScriptedBackend())
         b = await stack.enter_async_context(ScriptedBackend())
-        a.default = b.default = answered
+        a.default = b.default = goes_on if cell.goes_on else answered
         first: ScriptedBackend | str = a
         if cell.phase is Phase.CONNECT and cell.fault is Fault.REFUSE:
             first = f"http://127.0.0.1:{closed_port()}"
@@ -351,8 +363,11 @@ async def play(cell: Cell, make_gateway: MakeGateway, folder: Path) -> Saw:
             first = f"http://127.0.0.1:{stack.enter_context(black_hole())}"
         spare = [b] if cell.spare else []
         limits = {"a": ONE if cell.phase is Phase.QUEUE else MANY, "b": MANY}
-        gateway = await make_gateway(first, *spare, config=CONFIG, per_backend=limits, clock=clock)
+        config = CONFIG + ON if cell.goes_on else CONFIG
+        gateway = await make_gateway(first, *spare, config=config, per_backend=limits, clock=clock)
         await patiently(clock, polled(gateway), "the first poll")
+        if cell.goes_on:
+            await _known(gateway, clock)
         leaks = await Leaks.of(gateway, [a, b])
         player = Player(cell, gateway, a, clock)
         saw = await player.play()
@@ -362,6 +377,14 @@ async def play(cell: Cell, make_gateway: MakeGateway, folder: Path) -> Saw:
                 connection.transport.resume_reading()  # so that it sees the end, too
         await leaks.none_left()
         return saw
+
+
+async def _known(gateway: Gateway, clock: FakeClock) -> None:
+    """What the backends can do is found out; here it is told."""
+    abilities = gateway.app.abilities
+    await patiently(clock, abilities.settled(), "the questions")
+    for name in gateway.app.pool.backends:
+        abilities._known[name] = clock.time, Ability(True, "the same")
 
 
 class Player:
@@ -436,7 +459,7 @@ class Player:
         if cell.phase is Phase.CONNECT:
             self.seen.set()
             if cell.fault is Fault.SIGTERM:
-                a.answer(answer(stream=cell.stream))
+                a.answer(answer(stream=cell.stream, ids=cell.goes_on))
             else:
                 a.greet(*[steps] * (1 if cell.spare else 3))
         elif cell.phase is Phase.SEND:
@@ -449,7 +472,7 @@ class Player:
             if cell.fault is Fault.SIGTERM or cell.fault is Fault.SLOW:
                 late: list[Step] = [WaitFor(After(self.clock, FIRST / 2))] if cell.fault is Fault.SLOW else []
                 a.greet([pause, Call(self.reached.set), WaitFor(self.seen), *late, resume])
-                a.answer(answer(stream=cell.stream))
+                a.answer(answer(stream=cell.stream, ids=cell.goes_on))
             else:
                 a.greet(*[[pause, *steps]] * (1 if cell.spare else 3))
         elif cell.phase is Phase.REUSE or cell.spare:

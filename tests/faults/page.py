@@ -11,10 +11,11 @@ PATH = Path(__file__).parents[2] / "docs" / "faults.md"
 BEGIN = "<!-- from here: python -m tests.faults.page -->\n"
 END = "<!-- to here -->\n"
 TITLES = {
-    (True, False): "Streamed, no other backend",
-    (True, True): "Streamed, another backend is well",
-    (False, False): "Not streamed, no other backend",
-    (False, True): "Not streamed, another backend is well",
+    (True, False, False): "Streamed, no other backend",
+    (True, True, False): "Streamed, another backend is well",
+    (True, True, True): 'Streamed, another backend is well, continuation = "exact"',
+    (False, False, False): "Not streamed, no other backend",
+    (False, True, False): "Not streamed, another backend is well",
 }
 
 
@@ -30,7 +31,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield from _table(["", "the request is"], ([f"**{end}**", what] for end, what in ENDS.items()))
     for way, sheet in SHEETS.items():
-        count = sum((cell.stream, cell.spare) == way for cell in CELLS)
+        count = sum((cell.stream, cell.spare, cell.goes_on) == way for cell in CELLS)
         yield f"### {TITLES[way]} ({count} cells)"
         yield ""
         yield from _table(["", *Phase], ([str(fault), *letters] for fault, letters in rows(sheet)))

@@ -1,8 +1,8 @@
 """The fault table: what may go wrong when, and what must come of it. It makes the tests and docs/faults.md.
 
 Rules
-1. A cell is a phase of the request × a fault × streamed or not × alone or with another backend that is well. Its
-   outcome is written here by hand, from what docs/behavior.md promises; nothing of the gateway is imported.
+1. A cell is a phase of the request × a fault × streamed or not × alone or with another backend that is well × continuation
+   off or on. Its outcome is written here by hand, from what docs/behavior.md promises; nothing of the gateway is imported.
 2. `-` is a cell that cannot be; WHY_NOT says why, once a fault.
 3. `python -m tests.faults.page` writes docs/faults.md from this file; a test compares the two.
 """
@@ -108,6 +108,7 @@ class End(StrEnum):
     SAME = "S"
     OTHER = "O"
     ERROR = "E"
+    GOES_ON = "G"
     IN_BAND = "I"
     SHED = "Q"
     CANCELLED = "C"
@@ -117,6 +118,7 @@ ENDS = {
     End.SAME: "answered, whole, by the backend that was chosen first",
     End.OTHER: "answered, whole, by another backend",
     End.ERROR: "an HTTP error in OpenAI's shape; the fault's own, see below",
+    End.GOES_ON: "begun by the backend that was chosen first, finished by another: one stream, one id, everything once",
     End.IN_BAND: "the stream ends with an error event and no `[DONE]`; what came before is a true beginning of the answer",
     End.SHED: "429 with a computed `Retry-After`, when the wait is over",
     End.CANCELLED: "nobody is left to be told; the backend is told to stop at once",
@@ -155,6 +157,23 @@ bad framing   -     -       O    O       O     O    I     I    I    S    O
 abort         -     -       -    O       O     O    I     I    I    -    O
 error event   -     -       -    O       O     O    I     I    I    S    O
 death         O     O       O    O       O     O    I     I    I    S    O
+client gone   C     C       C    C       C     C    C     C    C    C    C
+SIGTERM       S     -       S    S       S     S    S     S    S    S    S
+"""
+STREAMED_GOES_ON = """
+refuse        O     O       -    -       -     -    -     -    -    -    -
+reset         S     O       O    O       O     O    G     G    G    S    S
+FIN           S     O       O    O       O     O    G     G    G    S    S
+stall         Q     O       O    O       O     O    G     G    G    S    O
+slow          S     -       S    S       S     S    S     S    S    S    S
+429           O     -       O    O       -     -    -     -    -    -    O
+5xx           O     -       O    O       -     -    -     -    -    -    O
+malformed     -     O       O    O       O     O    G     G    G    S    O
+truncated     -     -       O    O       O     O    G     G    G    S    O
+bad framing   -     -       O    O       O     O    G     G    G    S    O
+abort         -     -       -    O       O     O    G     G    G    -    O
+error event   -     -       -    O       O     O    G     G    G    S    O
+death         O     O       O    O       O     O    G     G    G    S    O
 client gone   C     C       C    C       C     C    C     C    C    C    C
 SIGTERM       S     -       S    S       S     S    S     S    S    S    S
 """
@@ -222,17 +241,19 @@ TOLD = {
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One line of the proof. spare: another backend is well."""
+    """One line of the proof. spare: another backend is well. goes_on: continuation is "exact"."""
 
     phase: Phase
     fault: Fault
     stream: bool
     spare: bool
+    goes_on: bool
     end: End
 
     def __str__(self) -> str:
         way = "streamed" if self.stream else "whole"
-        return f"{way}-{'with another' if self.spare else 'alone'}-{self.phase}-{self.fault}"
+        spare = "continued" if self.goes_on else "with another" if self.spare else "alone"
+        return f"{way}-{spare}-{self.phase}-{self.fault}"
 
     @property
     def told(self) -> Told:
@@ -248,11 +269,13 @@ class Cell:
 
 
 SHEETS = {
-    (True, False): STREAMED_ALONE,
-    (True, True): STREAMED_WITH_ANOTHER,
-    (False, False): WHOLE_ALONE,
-    (False, True): WHOLE_WITH_ANOTHER,
+    (True, False, False): STREAMED_ALONE,
+    (True, True, False): STREAMED_WITH_ANOTHER,
+    (True, True, True): STREAMED_GOES_ON,
+    (False, False, False): WHOLE_ALONE,
+    (False, True, False): WHOLE_WITH_ANOTHER,
 }
+"""By `Cell.stream`, `Cell.spare`, `Cell.goes_on`."""
 
 
 def rows(sheet: str) -> Iterator[tuple[Fault, list[str]]]:
@@ -265,12 +288,12 @@ def rows(sheet: str) -> Iterator[tuple[Fault, list[str]]]:
 
 def cells() -> Iterator[Cell]:
     """Every cell that can be, in the table's order."""
-    for (stream, spare), sheet in SHEETS.items():
+    for way, sheet in SHEETS.items():
         assert [fault for fault, _ in rows(sheet)] == list(Fault)
         for fault, letters in rows(sheet):
             for phase, letter in zip(Phase, letters, strict=True):
                 if letter != "-":
-                    yield Cell(phase, fault, stream, spare, End(letter))
+                    yield Cell(phase, fault, *way, End(letter))
 
 
 CELLS = tuple(cells())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from proxy.record import Ending
 from tests.client import Response
 from tests.faults import page
 from tests.faults.drive import ARGUMENTS, CONNECT, FIRST, GAP, TEXT, THINKING, TOTAL, USAGE, Saw, play
@@ -15,6 +16,8 @@ from tests.faults.table import CELLS, Cell, End, Fault, Phase
 from tests.proxy.conftest import MakeGateway
 from tests.proxy.dialects import CHAT_DIALECT
 
+TOKENS_BEFORE = {Phase.MID_THINKING: 2, Phase.MID_TEXT: 9, Phase.MID_TOOL_CALL: 20}
+"""Of the answer, in the events that came whole."""
 SHARE = 3
 """Every third cell in a normal run."""
 
@@ -39,12 +42,12 @@ async def test_a_cell_comes_to_the_end_that_the_table_says(
 # -- the ends --------------------------------------------------------------------------------------------------------
 
 
-def _answered(cell: Cell, saw: Saw, backend: str) -> None:
+def _answered(cell: Cell, saw: Saw, backend: str, begun_by: str | None = None) -> None:
     response, record = saw.response, saw.record
     assert (response.status, response.complete) == (200, True)
     assert (record.outcome, record.status, record.error) == ("ok", 200, None)
     assert record.backend == backend
-    assert response.headers["x-tierline-backend"] == backend
+    assert response.headers["x-tierline-backend"] == (begun_by or backend)
     assert (record.prompt_tokens, record.completion_tokens) == USAGE
     assert record.finish_reason == "tool_calls"
     thinking, text, arguments, finish = (_streamed if cell.stream else _whole)(response)
@@ -65,6 +68,16 @@ def same(cell: Cell, saw: Saw) -> None:
 def other(cell: Cell, saw: Saw) -> None:
     _answered(cell, saw, "b")
     assert saw.record.attempts in ((2, 3) if cell.phase is Phase.REUSE else (2,))
+
+
+def goes_on(cell: Cell, saw: Saw) -> None:
+    _answered(cell, saw, "b", begun_by="a")
+    assert saw.record.attempts == 2
+    assert saw.record.continuation is Ending.WHOLE
+    ((name, tokens, by),) = saw.record.legs
+    assert (name, by) == ("b", "token")
+    assert tokens == TOKENS_BEFORE[cell.phase]
+    assert b'token_ids":[' not in saw.response.body
 
 
 def error(cell: Cell, saw: Saw) -> None:
@@ -113,6 +126,7 @@ ENDS = {
     End.SAME: same,
     End.OTHER: other,
     End.ERROR: error,
+    End.GOES_ON: goes_on,
     End.IN_BAND: in_band,
     End.SHED: shed,
     End.CANCELLED: cancelled,
