@@ -121,6 +121,25 @@ class Admission:
             return Shed(ShedReason.FULL if full else ShedReason.NO_BACKEND, int(full), decision)
         return self._go(now, id, facts, views, decision)
 
+    def beside(
+        self, now: float, id: int, facts: RequestFacts, names: Iterable[str], *, tried: frozenset[str]
+    ) -> Go | None:
+        """A second attempt beside one that runs: only while nobody waits, and where it would start at once."""
+        if self._waiting:
+            return None
+        most = self._slowest(facts)
+
+        def hold(state: State, forecast: Forecast, tokens: float) -> bool:
+            busy = forecast.queue > 0 or state.held_tokens + tokens > state.member.kv_tokens
+            return busy or (bool(state.running) and forecast.tpot > most)
+
+        views = self._fleet.views(now, facts, names, hold)
+        decision = self._router.choose(facts, views, self._rng, tried=tried)
+        view = next((view for view in views if view.name == decision.backend), None)
+        if view is None or view.remote or view.suspect or view.collapsed or view.waiting:
+            return None
+        return self._go(now, id, facts, views, decision)
+
     def advance(self, now: float) -> list[tuple[int, Verdict]]:
         """Those whose wait ends now, in order."""
         out: list[tuple[int, Verdict]] = []

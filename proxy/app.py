@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from policies.budget import Budget
+from policies.hedge import HedgeParams
 from policies.trace import TracingRouter
 from proxy.abilities import Abilities
 from proxy.access import KeyRing
@@ -90,6 +91,7 @@ class App:
             budget=Budget(config.policy.retry),
             rng=rng,
             pool=self.pool,
+            hedges=_hedges(config),
             timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
             keys=_keys(config),
             public_paths=frozenset(config.server.public_paths),
@@ -154,6 +156,7 @@ class App:
         self.pool.configure(config.policy_params)
         gateway.classifier = gateway.classifier.configured(config)
         gateway.retry = gateway.budget.params = config.policy.retry
+        gateway.hedges = _hedges(config)
         gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
         gateway.keys = _keys(config)
         gateway.policy = config.policy_digest
@@ -213,6 +216,10 @@ class App:
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()
+
+
+def _hedges(config: Config) -> dict[str, HedgeParams]:
+    return {name: tier.hedges for name, tier in config.tiers.items() if tier.hedges is not None}
 
 
 def _keys(config: Config) -> KeyRing:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import orjson
 
@@ -21,10 +22,10 @@ from proxy.aside import post
 from proxy.attempt import Plan, Step, Stuck
 from proxy.classify import Classified
 from proxy.clock import Clock
-from proxy.errors import Outcome
+from proxy.errors import Ending, Outcome
 from proxy.failover import Failover
 from proxy.pool import Backend
-from proxy.record import Ending, Record
+from proxy.record import Record
 from proxy.textway import TextWay
 from proxy.toolwork import raw_engine
 from proxy.wire.body import scan_object
@@ -86,6 +87,15 @@ class Continuation:
         """The client has a part of the answer, and it may go on from there."""
         transcript = self._transcript
         return transcript is not None and transcript.begun and self.why is None
+
+    @property
+    def kept(self) -> tuple[object, ...]:
+        """What belongs to one attempt, where two are made side by side."""
+        return self._ability, self._terms, self._transcript, self._last, self.why
+
+    def keep(self, kept: tuple[Any, ...]) -> None:
+        """Go on with what belongs to that attempt."""
+        self._ability, self._terms, self._transcript, self._last, self.why = kept
 
     def _watched(self, backend: Backend, step: Step) -> Step:
         """The first leg as it is sent: with ids asked for where the answer could go on behind them."""

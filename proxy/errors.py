@@ -28,6 +28,27 @@ class Outcome(StrEnum):
     INTERNAL = "internal"  # our own fault
 
 
+class Ending(StrEnum):
+    """How it went with a broken stream whose tier lets it go on. Closed."""
+
+    WHOLE = "whole"  # the client has the whole answer
+    UNSAFE = "unsafe"  # the request, or where it broke, does not allow it
+    NOBODY = "nobody"  # no backend is left that could
+    BROKEN = "broken"  # those that went on with it broke, too
+    LEFT = "left"  # the client went away before that was known
+
+
+class Hedged(StrEnum):
+    """What came of a second attempt beside the first one. Closed."""
+
+    WON = "won"  # the second one answered
+    LOST = "lost"  # the first one did, after all
+    FAILED = "failed"  # neither
+    LEFT = "left"  # the client went away, or the gateway stopped, before either
+    DENIED = "denied"  # it was due, and its tier's share was spent
+    NOWHERE = "nowhere"  # it was due, and no other backend would have started it at once
+
+
 class ProxyError(Exception):
     """A request that ends in an error of ours.
 

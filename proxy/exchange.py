@@ -5,18 +5,18 @@ Rules
    a response; `end` names the outcome, and the first name counts; `close` closes the record.
 2. Choice and lease are one step of the gate's, or concurrent requests would all read the same view and herd onto one
    backend. What was let in is finished, on every kind of end.
-3. Attempts come one after the other; `Failover` says whether there is another, and where.
+3. Attempts come one after the other; `Failover` says whether there is another, and where. Two at once: `hedging`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
 from aiohttp import web
 
-from policies import Decision, Failure, RequestFacts, Result, Wait
+from policies import Failure, Result, Wait
 from policies.trace import Trace
 from proxy.attempt import FAILURES, Fault, FaultKind, Reply, Step, Stuck
 from proxy.attempt import Result as Attempt
@@ -29,11 +29,12 @@ from proxy.explain import Story, header
 from proxy.failover import Failover
 from proxy.front import Answer
 from proxy.gate import Pass, Refused
-from proxy.headers import error_headers, origin_form, request_head, request_id, response_headers
+from proxy.headers import error_headers, origin_form, own_headers, request_head, request_id, response_headers
+from proxy.hedging import Ended, Leg, Race, may_repeat
 from proxy.intake import find_endpoint, known_tenant, read_body
 from proxy.pool import Backend
 from proxy.record import Record
-from proxy.refusals import failure_of, fault_error, reply_error, turned_away, unreachable
+from proxy.refusals import failure_of, fault_error, turned_away, unreachable, wrong_with
 from proxy.relay import Relay
 from proxy.toolcheck import is_sound, violations
 from proxy.upstream import Headers, UpstreamConnection
@@ -63,7 +64,6 @@ class Exchange:
         "_explains",
         "_failover",
         "_gateway",
-        "_headers",
         "_relay",
         "_request",
         "_spoke",
@@ -72,6 +72,7 @@ class Exchange:
         "_traces",
         "answer",
         "api",
+        "headers",
         "interrupted",
         "path",
         "record",
@@ -100,30 +101,10 @@ class Exchange:
         ident = request_id(request.headers.get("x-request-id"))
         self.record = Record(ident, self.api, self.path, now, gateway.clock.wall())
         self.answer = Answer(request, close=gateway.draining)
-        self._headers: Headers = [(b"x-request-id", ident.encode())]
-        self._headers += gateway.cors.headers(request.headers.get("origin"))
+        self.headers: Headers = [(b"x-request-id", ident.encode())]
+        self.headers += gateway.cors.headers(request.headers.get("origin"))
 
     # -- accept, parse ------------------------------------------------------------------------------------------
-
-    def answer_here(self) -> Answer | None:
-        """The gateway's own pages and browsers' preflights; no record."""
-        gateway, request = self._gateway, self._request
-        origin = request.headers.get("origin")
-        if request.method == "OPTIONS" and gateway.cors.allows(origin):
-            assert origin is not None
-            asked = request.headers.get("access-control-request-headers")
-            self.answer.send(204, gateway.cors.preflight(origin, asked), b"")
-            return self.answer
-        if not gateway.local.owns(self.path):
-            return None
-        try:
-            self.authorize()
-            status, headers, body = gateway.local.page(request.method, unquote(self.path))
-        except ProxyError as error:
-            self.refuse(error)
-        else:
-            self.answer.send(status, [*headers, *self._headers], body)
-        return self.answer
 
     def authorize(self) -> None:
         gateway = self._gateway
@@ -150,7 +131,7 @@ class Exchange:
     # -- choose, relay ------------------------------------------------------------------------------------------
 
     async def serve(self, endpoint: Endpoint, asked: Classified) -> None:
-        """Attempts until one ends for good. Part of a request is sent to at most one backend at a time."""
+        """Attempts until one ends for good."""
         gateway, names, record = self._gateway, asked.route.backends, self.record
         self._tools = asked.work.tools if asked.work is not None else None
         if (way := self._classifier.continues(endpoint, asked)) != "off":
@@ -167,9 +148,13 @@ class Exchange:
             started = gateway.clock.now()
             if self._failover is None:
                 gateway.budget.sent(started, backend.name)
+            race = self._race(endpoint, asked, let_in) if self._failover is None else None
             try:
-                error, failure = await self._attempt(backend, endpoint, asked, let_in)
+                tried = race.run() if race is not None else self._attempt(backend, endpoint, asked, let_in)
+                error, failure = await tried
             finally:
+                if race is not None:
+                    backend, let_in = race.last.backend, race.last.let_in
                 let_in.finish(self._result(asked))
             if error is None:
                 gateway.pool.answered(backend.name)
@@ -186,6 +171,33 @@ class Exchange:
                 raise self._failover.error or error
             record.backoff_seconds += gateway.clock.now() - started
 
+    def _race(self, endpoint: Endpoint, asked: Classified, let_in: Pass) -> Race | None:
+        """The first attempt, where its tier lets a second one be made beside it."""
+        gateway = self._gateway
+        params = gateway.hedges.get(asked.facts.tier.name)
+        if params is None or not may_repeat(endpoint) or gateway.retry.max_attempts < 2:
+            return None
+
+        def attempt(leg: Leg) -> Coroutine[object, object, Ended]:
+            return self._attempt(leg.backend, endpoint, asked, leg.let_in, leg)
+
+        def lead(leg: Leg) -> None:
+            self._relay = leg.relay
+            if self._continuation is not None and leg.kept is not None:
+                self._continuation.keep(leg.kept)
+
+        def chosen(second: Pass) -> None:
+            self._traces += [second.trace] if second.trace is not None else []
+            gateway.metrics.decided(second.go.decision)
+            self.record.attempts += 1
+
+        def failed(leg: Leg, error: ProxyError, failure: Failure) -> None:
+            self._failover = self._failover or Failover(gateway, self.record, asked)
+            shared = not self._credentials(leg.backend)
+            self._failover.failed(leg.backend, error, failure, events_sent=False, shared=shared)
+
+        return Race(gateway, self.record, asked, params, let_in, attempt, lead, chosen, failed)
+
     def _queued(self, wait: Wait) -> None:
         self.record.queued_at = self._gateway.clock.now()
         self.record.predicted_wait = wait.seconds
@@ -201,7 +213,10 @@ class Exchange:
             if not record.attempts:
                 gateway.metrics.shed(asked.facts.tier.name, let_in.shed.reason)
             return
-        self._note(decision, asked.facts)
+        assert decision.reason is not None
+        record.backend, record.reason = decision.backend, decision.reason.value
+        record.tier = asked.facts.tier.name
+        record.attempts += 1
         if self._spoke is None:  # else the answer has begun elsewhere
             record.expect(let_in.go.view)
 
@@ -218,21 +233,10 @@ class Exchange:
             self._gateway.pool.judge(record.backend, sound)
         return Result(whole, record.prompt_tokens, record.completion_tokens, record.cached_tokens, sound)
 
-    def _note(self, decision: Decision, facts: RequestFacts) -> None:
-        record = self.record
-        assert decision.backend is not None
-        assert decision.reason is not None
-        record.backend, record.reason, record.tier = decision.backend, decision.reason.value, facts.tier.name
-        record.attempts += 1
-
     async def _attempt(
-        self,
-        backend: Backend,
-        endpoint: Endpoint,
-        asked: Classified,
-        let_in: Pass,
-    ) -> tuple[ProxyError | None, Failure | None]:
-        """One attempt. (None, None): answered for good. Else what to tell the client and what failed."""
+        self, backend: Backend, endpoint: Endpoint, asked: Classified, let_in: Pass, leg: Leg | None = None
+    ) -> Ended:
+        """One attempt; `leg`: another one may be made beside it."""
         gateway = self._gateway
         timeouts = gateway.timeouts[backend.name]
         failures = self._failover.failures if self._failover is not None else []
@@ -264,9 +268,11 @@ class Exchange:
             len(step.body),
             credentials=self._credentials(backend),
         )
-        result = await self._exchange(connection, head, step, let_in)
+        if leg is not None and self._continuation is not None:
+            leg.kept = self._continuation.kept
+        result = await self._exchange(connection, head, step, let_in, leg)
         if result.reply is not None:
-            return self._reply(backend, result.reply, endpoint, asked)
+            return self._reply(backend, result.reply, endpoint, asked, leg)
         if result.fault is not None:
             error = fault_error(backend.name, result.fault)
             if result.fault.kind is FaultKind.ERROR_EVENT:
@@ -278,10 +284,10 @@ class Exchange:
         return None, None
 
     async def _exchange(
-        self, connection: UpstreamConnection, head: bytes, step: Step, let_in: Pass
+        self, connection: UpstreamConnection, head: bytes, step: Step, let_in: Pass, leg: Leg | None
     ) -> Attempt:
         gateway, plan = self._gateway, step.plan
-        relay = self._relay = Relay(
+        relay = Relay(
             gateway.clock,
             connection,
             self.answer,
@@ -290,6 +296,10 @@ class Exchange:
             self._client_headers,
             let_in.first_token,
         )
+        if leg is None:
+            self._relay = relay
+        else:
+            leg.joins(relay)
         try:
             relay.start(head, step.body)
             result = await relay.done
@@ -328,27 +338,20 @@ class Exchange:
         return not self._gateway.keys and backend.spec.key is None and not self._explains
 
     def _reply(
-        self, backend: Backend, reply: Reply, endpoint: Endpoint, asked: Classified
-    ) -> tuple[ProxyError | None, Failure | None]:
+        self, backend: Backend, reply: Reply, endpoint: Endpoint, asked: Classified, leg: Leg | None
+    ) -> Ended:
         """A whole answer: sent as it came, unless it is an error."""
         record = self.record
         answer = read_answer(reply.body) if endpoint.api is not Api.OTHER or asked.facts.stream else None
-        if reply.status >= 300 or (answer is not None and answer.failed):
-            error = reply_error(backend.name, reply, self._credentials(backend))
-            return error, failure_of(error)
-        if answer is not None:
-            if answer.malformed and reply.status == 200:
-                fault = Fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, "the answer is not JSON")
-                return fault_error(backend.name, fault), Failure.MALFORMED
+        wrong = wrong_with(backend.name, reply, answer, credentials=self._credentials(backend))
+        if answer is not None and (wrong is None or answer.aborted):
             usage = answer.usage
             record.prompt_tokens, record.completion_tokens = usage.prompt, usage.completion
             record.cached_tokens, record.finish_reason = usage.cached, answer.finish_reason
-            if answer.aborted:
-                message = "the backend gave the answer up (finish_reason abort)"
-                fault = Fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
-                return fault_error(backend.name, fault), Failure.ERROR
-            if endpoint.api is Api.RESPONSES and answer.id is not None:
-                self._gateway.owners.learn(answer.id, backend.name)
+        if wrong is not None:
+            return wrong
+        if answer is not None and endpoint.api is Api.RESPONSES and answer.id is not None:
+            self._gateway.owners.learn(answer.id, backend.name)
         if self.answer.started:  # keep-alive comments went out: the client reads an event stream
             message = f"backend {backend.name} answered without a stream"
             return ProxyError(Outcome.UPSTREAM_MALFORMED, 502, message, type="server_error"), None
@@ -361,6 +364,8 @@ class Exchange:
                 fault = Fault(FaultKind.NO_CALL, Outcome.UPSTREAM_ERROR, message)
                 return fault_error(backend.name, fault), Failure.NO_CALL
             body = whole.body
+        if leg is not None:
+            leg.claim()
         swap = self._classifier.model_swap(asked, backend)
         body = swap_model(body, *swap) if swap is not None else body
         self.answer.send(reply.status, self._client_headers(reply.status, reply.headers), body)
@@ -377,17 +382,9 @@ class Exchange:
 
     def _own_headers(self) -> Headers:
         """What an answer says of the choices that were made for it."""
-        record, out = self.record, self._headers.copy()
-        if record.backend is not None:
-            out.append((b"x-tierline-backend", record.backend.encode()))
-        if record.tier is not None:
-            out.append((b"x-tierline-tier", record.tier.encode()))
-        if record.reason is not None:
-            out.append((b"x-tierline-reason", record.reason.encode()))
-        if record.attempts:
-            out.append((b"x-tierline-attempts", b"%d" % record.attempts))
+        out = own_headers(self.record, self.headers)
         if self._explains and self._traces:  # `x-tierline-explain: 1`, asked with the admin key
-            out.append((b"x-tierline-explain", header(record.request_id, self._traces)))
+            out.append((b"x-tierline-explain", header(self.record.request_id, self._traces)))
         return out
 
     # -- ends ---------------------------------------------------------------------------------------------------

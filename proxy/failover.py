@@ -60,6 +60,16 @@ class Failover:
 
         shared: the backend was asked with a key that other requests use, too.
         """
+        retry = self.failed(backend, error, failure, events_sent=events_sent, shared=shared)
+        if retry is Retry.NO:
+            return None
+        now = self._gateway.clock.now()
+        return await self._elsewhere(now, backend.name) if retry is Retry.OTHER_BACKEND else self._choose()
+
+    def failed(
+        self, backend: Backend, error: ProxyError, failure: Failure, *, events_sent: bool, shared: bool
+    ) -> Retry:
+        """One more attempt failed: noted, and what may follow."""
         gateway, now = self._gateway, self._gateway.clock.now()
         if failure is Failure.TIMEOUT and now >= self._over_at(backend.name):
             failure = Failure.LATE
@@ -69,7 +79,7 @@ class Failover:
         gateway.pool.failed(backend.name, failure)
         if failure is Failure.BUSY and error.retry_after and shared:
             gateway.pool.full(backend.name, error.retry_after)
-        retry = self._attempts.failed(
+        return self._attempts.failed(
             now,
             backend.name,
             failure,
@@ -77,9 +87,6 @@ class Failover:
             window=backend.window_tokens or self._asked.facts.prompt.tokens,
             retry_after=error.retry_after,
         )
-        if retry is Retry.NO:
-            return None
-        return await self._elsewhere(now, backend.name) if retry is Retry.OTHER_BACKEND else self._choose()
 
     async def _elsewhere(self, now: float, failed: str) -> Pass | Refused | None:
         gateway, asked = self._gateway, self._asked

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from random import Random
+from typing import TypeVar
 
 from policies import Admission, Fleet, Go, PolicyParams, RequestFacts, Result, Shed, Verdict, Wait
 from policies.frozen import frozen
@@ -64,6 +65,7 @@ class Refused:
 
 
 Answer = tuple[Go | Shed, Trace | None]
+V = TypeVar("V", Go, Shed, Go | Shed)
 
 
 class Gate:
@@ -125,7 +127,13 @@ class Gate:
         )
         return self._answer(id, facts, *self._traced(verdict))
 
-    def _traced(self, verdict: Go | Shed) -> Answer:
+    def beside(self, facts: RequestFacts, names: Iterable[str], *, tried: frozenset[str]) -> Pass | None:
+        """A second attempt of a request beside one that runs; None: nobody would start it at once."""
+        id = next(self._ids)
+        go = self._admission.beside(self._clock.now(), id, facts, names, tried=tried)
+        return None if go is None else self._pass(id, facts, *self._traced(go))
+
+    def _traced(self, verdict: V) -> tuple[V, Trace | None]:
         trace = self._router.take(verdict.decision)
         self._router.forget()
         return verdict, trace
@@ -133,8 +141,9 @@ class Gate:
     def _answer(
         self, id: int, facts: RequestFacts, verdict: Go | Shed, trace: Trace | None
     ) -> Pass | Refused:
-        if isinstance(verdict, Shed):
-            return Refused(verdict, trace)
+        return Refused(verdict, trace) if isinstance(verdict, Shed) else self._pass(id, facts, verdict, trace)
+
+    def _pass(self, id: int, facts: RequestFacts, verdict: Go, trace: Trace | None) -> Pass:
         timer, forecast = None, verdict.view.forecast
         if not facts.stream and forecast is not None:
             timer = self._clock.call_at(self._clock.now() + forecast.ttft, partial(self.first_token, id))

@@ -13,11 +13,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from urllib.parse import unquote
 
 from aiohttp import web
 
 from policies import RetryParams
 from policies.budget import Budget
+from policies.hedge import Allowance, HedgeParams
 from proxy.abilities import Abilities
 from proxy.access import KeyRing
 from proxy.classify import Classifier
@@ -59,6 +61,8 @@ class Gateway:
     pool: Pool
     timeouts: dict[str, Timeouts]
     """By backend."""
+    hedges: dict[str, HedgeParams]
+    """By tier; of those that are not here no request is sent twice."""
     keys: KeyRing
     public_paths: frozenset[str]
     body_timeout: float
@@ -69,6 +73,7 @@ class Gateway:
     recorder: Recorder
     exchanges: set[Exchange] = field(default_factory=set)
     turns: Turns = field(default_factory=Turns)
+    allowance: Allowance = field(default_factory=Allowance)
     draining: bool = False
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -110,10 +115,29 @@ class Gateway:
             if exchange.record.backend == backend:
                 exchange.give_up(since)
 
+    def _answer_here(self, exchange: Exchange, request: web.BaseRequest) -> web.StreamResponse | None:
+        """The gateway's own pages and browsers' preflights; no record."""
+        origin, answer = request.headers.get("origin"), exchange.answer
+        if request.method == "OPTIONS" and self.cors.allows(origin):
+            assert origin is not None
+            asked = request.headers.get("access-control-request-headers")
+            answer.send(204, self.cors.preflight(origin, asked), b"")
+            return answer
+        if not self.local.owns(exchange.path):
+            return None
+        try:
+            exchange.authorize()
+            status, headers, body = self.local.page(request.method, unquote(exchange.path))
+        except ProxyError as error:
+            exchange.refuse(error)
+        else:
+            answer.send(status, [*headers, *exchange.headers], body)
+        return answer
+
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, from accept to record."""
         exchange = Exchange(self, request)
-        if (done := exchange.answer_here()) is not None:
+        if (done := self._answer_here(exchange, request)) is not None:
             return done
         self.exchanges.add(exchange)
         try:

@@ -15,6 +15,7 @@ from email.utils import parsedate_to_datetime
 from math import inf
 
 from proxy.pool import BackendSpec
+from proxy.record import Record
 from proxy.upstream import Headers, end_to_end
 
 _REQUEST_DROP = frozenset(
@@ -104,6 +105,20 @@ def request_head(
     tail = b"\r\naccept-encoding: identity\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n"
     parts.append(tail % (ident.encode(), length))
     return b"".join(parts)
+
+
+def own_headers(record: Record, first: Headers) -> Headers:
+    """What an answer says of the choices that were made for it, behind `first`."""
+    out = first.copy()
+    if record.backend is not None:
+        out.append((b"x-tierline-backend", record.backend.encode()))
+    if record.tier is not None:
+        out.append((b"x-tierline-tier", record.tier.encode()))
+    if record.reason is not None:
+        out.append((b"x-tierline-reason", record.reason.encode()))
+    if record.attempts:
+        out.append((b"x-tierline-attempts", b"%d" % record.attempts))
+    return out
 
 
 def response_headers(upstream: Headers, ours: Headers) -> Headers:

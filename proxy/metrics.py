@@ -17,7 +17,6 @@ from __future__ import annotations
 import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from enum import StrEnum
 from itertools import accumulate
 
@@ -27,37 +26,26 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from policies.breaker import HealthState
 from policies.calibrate import ContentKind
 from policies.retry import Failure
 from policies.types import ChooseReason, Decision, DropReason, ShedReason
 from proxy import __version__
 from proxy.config import Config
-from proxy.errors import Outcome
+from proxy.errors import Hedged, Outcome
 from proxy.record import Measures, Record, Recorder, tool_counts
-from proxy.series import BACKEND_GAUGES, HISTOGRAMS, ROUTE_LABELS
+from proxy.series import (
+    BACKEND_GAUGES,
+    BACKEND_STATES,
+    DIALECTS,
+    HISTOGRAMS,
+    ROUTE_LABELS,
+    TOOL_KINDS,
+    CancelPhase,
+)
 from proxy.wire.timing import BUCKET_OF_BIN
-from proxy.wire.toolevents import Counters
-from proxy.wire.toolrequest import HistoryRepairs
 
 UNKNOWN = "unknown"
 NONE = "none"
-BACKEND_STATES = ("healthy", "draining", *(state.value for state in HealthState if state != "healthy"))
-
-DIALECTS = ("xml", "json", "guided", "parsed")
-TOOL_KINDS = (
-    *(f.name for f in fields(Counters) if f.name not in DIALECTS),
-    *(f"history_{f.name}" for f in fields(HistoryRepairs)),
-    "schema_violations",
-)
-
-
-class CancelPhase(StrEnum):
-    """How far a request was when its client went away. Closed."""
-
-    BEFORE_DISPATCH = "before_dispatch"
-    BEFORE_FIRST_DELTA = "before_first_delta"  # also all of an answer that is not streamed
-    STREAMING = "streaming"
 
 
 class _Buckets:
@@ -152,6 +140,7 @@ class Metrics(Collector):
         self._shed: dict[tuple[str, str], int] = {}
         self._failures: dict[tuple[str, str], int] = {}
         self._continuations: dict[tuple[str, str], int] = {}
+        self._hedges: dict[tuple[str, str], int] = {}
         self._cancelled = dict.fromkeys(CancelPhase, 0)
         self.retries_denied = 0
         """Retries that were due and not made: the budget was spent."""
@@ -224,8 +213,13 @@ class Metrics(Collector):
         if record.attempts > 1:
             series.retries += record.attempts - 1
         if record.continuation is not None:
-            what = (_known(record.tier, self._tiers), record.continuation.value)
-            self._continuations[what] = self._continuations.get(what, 0) + 1
+            self._count(self._continuations, record.tier, record.continuation)
+        if record.hedge is not None:
+            self._count(self._hedges, record.tier, record.hedge)
+
+    def _count(self, counts: dict[tuple[str, str], int], tier: str | None, what: StrEnum) -> None:
+        key = (_known(tier, self._tiers), what.value)
+        counts[key] = counts.get(key, 0) + 1
 
     def _observe_tools(self, record: Record) -> None:
         counts = self._tools.setdefault(_known(record.backend, self._backends), {})
@@ -279,6 +273,12 @@ class Metrics(Collector):
             "Streams that broke in the middle and might go on elsewhere, by how that went.",
             ("tier", "ending"),
             self._continuations.items(),
+        )
+        yield _counter(
+            "tierline_hedges",
+            "Second attempts that were due beside the first, by what came of them.",
+            ("tier", "outcome"),
+            self._hedges.items(),
         )
         yield _counter(
             "tierline_decisions",
@@ -439,5 +439,6 @@ LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
     "drop reason": DropReason,
     "shed reason": ShedReason,
     "failure": Failure,
+    "hedge": Hedged,
     "content": ContentKind,
 }

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import NamedTuple
 
 import orjson
@@ -25,7 +24,7 @@ import orjson
 from policies.retry import Failure
 from policies.types import BackendView, Drop
 from proxy.clock import Clock, Timer
-from proxy.errors import Outcome
+from proxy.errors import Ending, Hedged, Outcome
 from proxy.wire.timing import GapHistogram
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
@@ -36,16 +35,6 @@ MAX_LINE_BYTES = 4096  # a longer line has names in it that are too long to be o
 MAX_TEXT = 200  # characters that are kept of each text in such a line
 # The whole answer passed, so what lies between its last byte in and its last byte out was ours.
 _WHOLE = frozenset({Outcome.OK, Outcome.UPSTREAM_REJECTED})
-
-
-class Ending(StrEnum):
-    """How it went with a broken stream whose tier lets it go on. Closed."""
-
-    WHOLE = "whole"  # the client has the whole answer
-    UNSAFE = "unsafe"  # the request, or where it broke, does not allow it
-    NOBODY = "nobody"  # no backend is left that could
-    BROKEN = "broken"  # those that went on with it broke, too
-    LEFT = "left"  # the client went away before that was known
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +48,7 @@ class Record:
     expected of the backend that was chosen, in tokens and seconds. failures: backend and kind of attempts that failed.
     continuation: how it went with a stream that broke and might go on; continuation_why: what did not allow it. legs:
     backend, tokens of the answer so far, and `token` or `text`, of every attempt that went on with it.
+    hedge: what came of a second attempt beside the first, to hedged_to, hedged_after seconds.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
     first_delta_at, last_delta_at: content-bearing deltas written. last_upstream_at: last byte of the answer
@@ -85,6 +75,9 @@ class Record:
     continuation: Ending | None = None
     continuation_why: str | None = None
     legs: tuple[tuple[str, int, str], ...] = ()
+    hedge: Hedged | None = None
+    hedged_to: str | None = None
+    hedged_after: float | None = None
     tenant: str | None = None
     session_hash: str | None = None
     conversation: str | None = None
@@ -244,6 +237,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "attempts": record.attempts,
         "failures": [{"backend": name, "failure": failure} for name, failure in record.failures],
         "continuation": _continuation(record),
+        "hedge": _hedge(record),
         "tenant": record.tenant,
         "session": record.session_hash,
         "conversation": record.conversation,
@@ -289,6 +283,12 @@ def _continuation(record: Record) -> dict[str, object] | None:
         return None
     legs = [{"backend": name, "after_tokens": tokens, "by": by} for name, tokens, by in record.legs]
     return {"ending": record.continuation, "why": record.continuation_why, "legs": legs}
+
+
+def _hedge(record: Record) -> dict[str, object] | None:
+    if record.hedge is None:
+        return None
+    return {"outcome": record.hedge, "backend": record.hedged_to, "after_seconds": record.hedged_after}
 
 
 def _text(value: object) -> object:

@@ -14,6 +14,7 @@ from proxy.attempt import Fault, FaultKind, Reply
 from proxy.errors import Outcome, ProxyError
 from proxy.headers import retry_after
 from proxy.upstream import Headers
+from proxy.wire.answers import Answer
 from proxy.wire.errors import CONTEXT_LENGTH_EXCEEDED, ErrorInfo, openai_type, read_error, read_event_error
 
 _WHY = {
@@ -22,6 +23,24 @@ _WHY = {
     ShedReason.EXPIRED: "It waited until its deadline.",
     ShedReason.WORKING_SET: "The conversations that run take all of the cache.",
 }
+
+
+def wrong_with(
+    name: str, reply: Reply, answer: Answer | None, *, credentials: bool
+) -> tuple[ProxyError, Failure | None] | None:
+    """What is wrong with a whole answer of the backend `name`, and what that is to a retry. `answer`: what was read of it.
+    credentials: the client's own went along. None: nothing."""
+    if reply.status >= 300 or (answer is not None and answer.failed):
+        error = reply_error(name, reply, credentials)
+        return error, failure_of(error)
+    if answer is not None and answer.malformed and reply.status == 200:
+        fault = Fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, "the answer is not JSON")
+        return fault_error(name, fault), Failure.MALFORMED
+    if answer is not None and answer.aborted:
+        message = "the backend gave the answer up (finish_reason abort)"
+        fault = Fault(FaultKind.ABORTED, Outcome.UPSTREAM_ERROR, message)
+        return fault_error(name, fault), Failure.ERROR
+    return None
 
 
 def turned_away(facts: RequestFacts, shed: Shed, views: Sequence[BackendView]) -> ProxyError:

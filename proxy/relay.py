@@ -61,8 +61,10 @@ class Relay:
         "_status",
         "_stopped",
         "_watch",
+        "claim",
         "done",
         "events_sent",
+        "quiet",
         "streams",
     )
 
@@ -96,6 +98,10 @@ class Relay:
         self._marks: list[float] = [] if before is None else [before]
         self._heard_at = 0.0
         self._stopped = False
+        self.claim: Callable[[], None] | None = None
+        """Called before the first bytes of the answer go out, where another attempt might answer, too."""
+        self.quiet = False
+        """Another attempt is the one that the client waits for: no comments."""
         self.events_sent = False
         """Something of the answer itself reached the client: no retry from here."""
         self.done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -254,6 +260,8 @@ class Relay:
             self._commit(out)
 
     def _commit(self, out: bytes) -> None:
+        if self.claim is not None:
+            self.claim()
         self.events_sent = True
         first = b"".join((*self._buffer, out))
         self._buffer.clear()
@@ -271,6 +279,8 @@ class Relay:
             message = "the backend answered without a readable event stream"
             self.fault(FaultKind.MALFORMED, Outcome.UPSTREAM_MALFORMED, message)
             return False
+        if self.claim is not None:
+            self.claim()
         self._mode = Kind.PIPE
         self.events_sent = True
         first = b"".join(self._buffer)
@@ -389,6 +399,20 @@ class Relay:
         marks = self._marks
         return max(self._heard_at, marks[-1]) if marks else self._heard_at
 
+    def alone(self) -> None:
+        """The other attempt is gone: from here the client is this one's."""
+        self.quiet = False
+        if self._stopped:
+            return
+        self._answer.watch(self._client_paused, self._client_resumed, self._connection.close)
+        if self._answer.paused != self._watch.paused:
+            (self._client_paused if self._answer.paused else self._client_resumed)()
+
+    @property
+    def dispatched_at(self) -> float:
+        """When the request was sent."""
+        return self._watch.dispatched_at
+
     @property
     def over(self) -> bool:
         return self.done.done()
@@ -406,7 +430,7 @@ class Relay:
     @property
     def takes_comments(self) -> bool:
         """The client reads an event stream of ours, or will."""
-        asked = self.streams and self._plan.api is not Api.OTHER
+        asked = self.streams and self._plan.api is not Api.OTHER and not self.quiet
         return asked and (self._mode is Kind.WAITING or self._mode is Kind.STREAM)
 
     def comment(self) -> None:

@@ -5,9 +5,13 @@ Rules: docs/metrics.md describes each; a golden file holds the names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import StrEnum
 
+from policies.breaker import HealthState
 from proxy.wire.timing import GAP_BUCKETS
+from proxy.wire.toolevents import Counters
+from proxy.wire.toolrequest import HistoryRepairs
 
 # Edges in seconds.
 TTFT_BUCKETS = (
@@ -158,3 +162,20 @@ BACKEND_GAUGES = (
         "1 while speculation has collapsed in a context range.",
     ),
 )
+
+BACKEND_STATES = ("healthy", "draining", *(state.value for state in HealthState if state != "healthy"))
+
+DIALECTS = ("xml", "json", "guided", "parsed")
+TOOL_KINDS = (
+    *(f.name for f in fields(Counters) if f.name not in DIALECTS),
+    *(f"history_{f.name}" for f in fields(HistoryRepairs)),
+    "schema_violations",
+)
+
+
+class CancelPhase(StrEnum):
+    """How far a request was when its client went away. Closed."""
+
+    BEFORE_DISPATCH = "before_dispatch"
+    BEFORE_FIRST_DELTA = "before_first_delta"  # also all of an answer that is not streamed
+    STREAMING = "streaming"

@@ -59,7 +59,6 @@ class Watch:
         "_attempt",
         "_clock",
         "_comment_at",
-        "_dispatched_at",
         "_earliest",
         "_ended_at",
         "_limits",
@@ -68,6 +67,7 @@ class Watch:
         "_shortest",
         "_soonest",
         "_timer",
+        "dispatched_at",
     )
 
     def __init__(self, clock: Clock, limits: Limits, accepted_at: float, attempt: Watched) -> None:
@@ -79,7 +79,7 @@ class Watch:
         # Before these nothing can fall due, of all that counts from dispatch and from accept.
         self._soonest = min(self._shortest, limits.first, limits.client_idle)
         self._earliest = min(limits.total, limits.keepalive_after or limits.total)
-        self._dispatched_at = self._resumed_at = 0.0
+        self.dispatched_at = self._resumed_at = 0.0
         self._comment_at: float | None = None
         self._paused_at: float | None = None
         self._ended_at: float | None = None
@@ -90,9 +90,14 @@ class Watch:
         """The stream's own end mark came."""
         return self._ended_at is not None
 
+    @property
+    def paused(self) -> bool:
+        """The client does not read."""
+        return self._paused_at is not None
+
     def start(self, now: float, *, commented: bool, paused: bool) -> None:
         """commented: comments of an earlier attempt went out. paused: the client does not read."""
-        self._dispatched_at = now
+        self.dispatched_at = now
         if commented:
             self._comment_at = now
         if paused:
@@ -132,7 +137,7 @@ class Watch:
         elif attempt.events_sent or (attempt.answering and not attempt.streams):
             out.append((max(attempt.heard_at, self._resumed_at) + limits.gap, self._gap_exceeded))
         elif attempt.streams:
-            due = self._dispatched_at + limits.first
+            due = self.dispatched_at + limits.first
             due = max(due, attempt.heard_at + limits.gap) if attempt.opened else due
             out.append((due, self._first_exceeded))
         if (

@@ -18,11 +18,12 @@ import json
 import selectors
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import TypeVar
 
 import aiohttp
@@ -34,6 +35,7 @@ from policies.simulation import SHAPES, Conversation, Machine, Served, Simulatio
 from proxy.app import App
 from proxy.clock import Timer
 from proxy.config import loads
+from proxy.sim.faults import Fault
 from proxy.sim.server import Options, Simulator
 from tests.fake_clock import FakeClock
 
@@ -70,6 +72,7 @@ max_kl_bits = 0.05
 slo.ttft_seconds = 2.0
 [tiers.fast]
 slo.ttft_seconds = 2.0
+{fast}
 [timeouts]
 keepalive_after = 0
 first_token = 600.0
@@ -239,12 +242,18 @@ async def converse(
 
 
 @asynccontextmanager
-async def fleet(clock: AnyClock, records: Path | None = None) -> AsyncIterator[App]:
-    """The gateway and its simulated servers, all on `clock`: their engines need not know. records: keep them there."""
+async def fleet(
+    clock: AnyClock,
+    records: Path | None = None,
+    *,
+    fast: str = "",
+    scripts: Mapping[str, tuple[Fault, ...]] = MappingProxyType({}),
+) -> AsyncIterator[App]:
+    """The gateway and its simulated servers, all on `clock`: their engines need not know. records: keep them there.
+    fast: more of that tier's configuration. scripts: what goes wrong when, by server."""
+    options = Options(profile="", model="m", bytes_per_token=BYTES, block_tokens=BLOCK_TOKENS)
     servers = {
-        name: Simulator(
-            Options(profile=profile, model="m", bytes_per_token=BYTES, block_tokens=BLOCK_TOKENS), clock
-        )
+        name: Simulator(replace(options, profile=profile, script=scripts.get(name, ())), clock)
         for name, profile in FLEET.items()
     }
     for server in servers.values():
@@ -253,6 +262,7 @@ async def fleet(clock: AnyClock, records: Path | None = None) -> AsyncIterator[A
         **{name: server.url for name, server in servers.items()},
         records=f"file:{records}" if records is not None else "off",
         decisions="true" if records is not None else "false",
+        fast=fast,
     )
     app = App(loads(text, {}), clock, Random(3))
     await app.start()

@@ -50,12 +50,19 @@ def turns(rate: float, seconds: float) -> list[Turn]:
 
 
 async def one(
-    clock: IdleClock, session: aiohttp.ClientSession, url: str, turn: Turn, number: int, seen: Seen
+    clock: IdleClock,
+    session: aiohttp.ClientSession,
+    url: str,
+    turn: Turn,
+    number: int,
+    seen: Seen,
+    tier: str = "balanced",
 ) -> None:
     body = {"model": "m", "prompt": prompt_of(turn, f"c{number}"), "stream": True, "max_tokens": turn.output}
     data, sent = json.dumps(body), clock.now()
+    headers = {"content-type": "application/json", "x-quality-tier": tier}
     try:
-        async with session.post(url, data=data, headers={"content-type": "application/json"}) as response:
+        async with session.post(url, data=data, headers=headers) as response:
             if response.status == 429:
                 await response.read()
                 seen.shed.append(clock.now() - sent)

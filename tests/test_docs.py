@@ -23,10 +23,10 @@ from policies import Drop, DropReason
 from proxy import classify, cli, endpoints
 from proxy.admin import admin_app
 from proxy.config import loads
-from proxy.errors import Outcome
+from proxy.errors import Ending, Hedged, Outcome
 from proxy.metrics import BACKEND_STATES
 from proxy.pool import Pool
-from proxy.record import Ending, Record, line
+from proxy.record import Record, line
 from proxy.wire import errors as wire_errors
 from tests.fake_clock import FakeClock
 
@@ -199,6 +199,7 @@ def full() -> dict[str, object]:
         status=200,
         drops=(Drop("b", DropReason.FULL),),
         continuation=Ending.WHOLE,
+        hedge=Hedged.WON,
     )
     made.gaps.add(0.5)
     return json.loads(line(made, made.close(12.0)))

@@ -34,7 +34,7 @@ LAYERS = (
     ("toolwork", "toolcheck", "aside"),
     ("classify", "tokenizer", "abilities"),
     ("textway",),
-    ("failover", "continuing"),
+    ("failover", "continuing", "hedging"),
     ("exchange",),
     ("handler", "admin"),
     ("app", "sim", "simulate", "replay"),

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel
 
 from policies import RetryParams, RouterParams, Slo, Spill, Tier, TokenRatio
+from policies.hedge import HedgeParams
 from policies.params import (
     AdmissionParams,
     PolicyParams,
@@ -26,6 +27,7 @@ from proxy.config.values import (
     Factor,
     PolicyName,
     Seconds,
+    Share,
     SourceFile,
     Tokens,
     parameters,
@@ -45,6 +47,14 @@ class SloConfig(Section):
     tpot_seconds: Seconds = 0.05
 
 
+class HedgeConfig(Section):
+    """A second attempt beside one that does not begin to answer. after: seconds; None: there is none."""
+
+    after: Seconds | None = None
+    factor: Factor = 2.0
+    share: Share = 0.05
+
+
 class TierConfig(Section):
     """A quality level, over mean KL in bits per position, and what it promises."""
 
@@ -55,6 +65,12 @@ class TierConfig(Section):
     spill: Literal["sooner", "full", "never"] = "sooner"
     last_resort: bool = False
     continuation: Literal["off", "exact", "text"] = "off"
+    hedge: HedgeConfig = HedgeConfig()
+
+    @property
+    def hedges(self) -> HedgeParams | None:
+        hedge = self.hedge
+        return None if hedge.after is None else HedgeParams(hedge.after, hedge.factor, hedge.share)
 
     def tier(self, name: str) -> Tier:
         slo = None

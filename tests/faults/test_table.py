@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.record import Ending
+from proxy.errors import Ending
 from tests.client import Response
 from tests.faults import page
 from tests.faults.drive import ARGUMENTS, CONNECT, FIRST, GAP, TEXT, THINKING, TOTAL, USAGE, Saw, play

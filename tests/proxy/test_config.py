@@ -283,7 +283,7 @@ def test_a_wrong_value_is_named_with_its_place_what_was_expected_and_what_it_got
         (
             "[tiers.a]\nbound = 1",
             "tiers.a.bound: unknown key, known here: reference, max_kl_bits, no_speculation, slo, spill, last_resort, "
-            "continuation",
+            "continuation, hedge",
         ),
         ("[pool]\nzzz = 'sk-secret'", "pool.zzz: unknown key, known here: idle_seconds, max_idle"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,11 +11,11 @@ import openai
 import pytest
 
 from proxy.abilities import Ability
-from proxy.errors import Outcome
-from proxy.record import Ending
+from proxy.errors import Ending, Hedged, Outcome
 from proxy.sim.plan import Dialect
 from tests.client import Response
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway
+from tests.proxy.scenes import eventually
 from tests.scripted import (
     DONE,
     Call,
@@ -204,6 +205,36 @@ async def test_the_openai_sdk_sees_one_ordinary_stream(
             first = (await gateway.record()).backend or ""
             await sims["ab".index(first)].fault("reset", after_tokens=60)
     assert (await gateway.record(1)).continuation is Ending.WHOLE
+
+
+HEDGED = ON.replace("[timeouts]", "hedge = { after = 0.1, factor = 0.0 }\n[timeouts]")
+
+
+@pytest.mark.parametrize("winner", ["first", "second"])
+async def test_whichever_of_two_attempts_won_and_broke_the_other_backend_goes_on(
+    make_gateway: MakeGateway, sims: tuple[Running, Running], winner: str
+) -> None:
+    """What the loser had noted for a continuation is not taken for the winner's."""
+    gateway = await two_backends(make_gateway, sims, HEDGED)
+    whole = heard(await gateway.ask(CHAT, body(TEXT)))
+    name = (await gateway.record()).backend
+    first, second = sims if name == "a" else sims[::-1]
+    if winner == "second":
+        await first.fault("hang", after_tokens=0)
+        await second.fault("reset", after_tokens=20)
+        asking = asyncio.ensure_future(gateway.ask(CHAT, body(TEXT)))
+    else:
+        await first.fault("stall")
+        await first.fault("reset", after_tokens=20)
+        await second.fault("hang", after_tokens=0)
+        asking = asyncio.ensure_future(gateway.ask(CHAT, body(TEXT)))
+        await eventually(lambda: any(e.record.hedge for e in gateway.app.gateway.exchanges), "the hedge")
+        await first.clear()
+    assert heard(await asking) == whole
+    record = await gateway.record(1)
+    assert record.hedge is (Hedged.LOST if winner == "first" else Hedged.WON)
+    assert (record.continuation, record.attempts) == (Ending.WHOLE, 3)
+    gateway.assert_idle()
 
 
 async def test_a_leg_behind_one_that_gave_tokens_costs_nothing_of_the_budget(

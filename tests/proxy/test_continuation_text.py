@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from proxy.abilities import Ability, Prefill, find_out
-from proxy.record import Ending
+from proxy.errors import Ending
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway
 from tests.proxy.test_continuation import (
     BREAKS,

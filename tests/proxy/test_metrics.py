@@ -15,9 +15,9 @@ from policies.calibrate import ContentKind
 from policies.retry import Failure
 from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
 from proxy.config import loads
-from proxy.errors import Outcome
+from proxy.errors import Ending, Hedged, Outcome
 from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Metrics
-from proxy.record import Ending, Record, Recorder, measures
+from proxy.record import Record, Recorder, measures
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
@@ -98,6 +98,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 def gone_on() -> Record:
     record = streamed()
     record.continuation = Ending.WHOLE
+    record.hedge = Hedged.WON
     return record
 
 

@@ -17,3 +17,11 @@ def test_three_times_the_load_is_carried_like_once() -> None:
     command = [sys.executable, "-m", "tests.overload"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_hedging_takes_a_third_off_the_slowest_first_tokens() -> None:
+    """Within its share of the requests; else it exits with 1."""
+    command = [sys.executable, "-m", "tests.hedging"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

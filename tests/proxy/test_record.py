@@ -11,10 +11,9 @@ import pytest
 
 from policies.retry import Failure
 from policies.types import Drop, DropReason
-from proxy.errors import Outcome
+from proxy.errors import Ending, Hedged, Outcome
 from proxy.record import (
     MAX_LINE_BYTES,
-    Ending,
     FileWriter,
     Measures,
     Record,
@@ -173,7 +172,7 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "failures", "continuation", "tenant", "session", "conversation", "policy", "stream", "tools",
+    "drops", "attempts", "failures", "continuation", "hedge", "tenant", "session", "conversation", "policy", "stream", "tools",
     "outcome", "status",
     "error", "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
     "prompt_tokens_error", "prompt_tokens", "completion_tokens", "cached_tokens", "cached_tokens_estimate",
@@ -237,6 +236,10 @@ def test_every_field_of_a_record_reaches_its_line():
                 name
             ]
             setattr(record, name, value)
+        if name in ("hedge", "hedged_to", "hedged_after"):
+            record = replace(plain, hedge=Hedged.LOST)
+            without = json.loads(line(record, measures(record)))
+            setattr(record, name, {"hedge": Hedged.WON, "hedged_to": "b", "hedged_after": 0.5}[name])
         if name == "tool_counts":
             record.tool_counts = Counters(xml=2)
         if name == "history_repairs":
