@@ -219,7 +219,7 @@ class Admission:
         if not live:
             return False
         budget = state.member.kv_tokens * params.kv_share * state.fill
-        if talks.tokens.get(name, 0.0) + talks.expected(facts.prompt.tokens) > budget:
+        if talks.tokens.get(name, 0.0) + talks.expected(facts) > budget:
             return True
         return state.busy(now) > params.busy_share
 

@@ -85,11 +85,12 @@ class SpeculationParams:
 
 @dataclass(frozen=True, slots=True)
 class WorkingSetParams:
-    """kv_share: of a backend's KV cache that live conversations may be expected to hold. busy_share: of a backend's
-    time that starts may take before a new conversation waits. return_quantile: a conversation that has not come back
-    after the time in which this share of all returns happen is idle; least_idle_seconds, most_idle_seconds: bounds of
-    that time. conversations: how many are remembered. decrease, increase: of the limit after a sign of crowding, and per
-    turn without one while it binds; least_share: of the cache it never falls below.
+    """kv_share: of a backend's KV cache that live conversations may be expected to hold. busy_share: of a
+    backend's time that starts may take before a new conversation waits. return_quantile: a conversation that
+    has not come back after the time in which this share of the returns of its kind (with tools, without)
+    happen is idle; least_idle_seconds, most_idle_seconds: bounds of that time. conversations: how many are
+    remembered. decrease, increase: of the limit after a sign of crowding, and per turn without one while it
+    binds; least_share: of the cache it never falls below.
     """
 
     kv_share: float = 0.9

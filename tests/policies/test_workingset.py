@@ -19,6 +19,10 @@ def turn(key: str | None = None, prompt: int = 1000, chain: tuple[int, ...] = ()
     return replace(ask(prompt=prompt), conversation=key, prefix=chain, link_tokens=100.0 if chain else 0.0)
 
 
+def patience(talks: WorkingSet, *, tools: bool = False) -> float:
+    return talks.habits(replace(turn(), tools=tools)).patience
+
+
 def begin(talks: WorkingSet, now: float, facts: RequestFacts, backend: str = "a") -> Talk:
     key = talks.key(facts)
     assert key is not None
@@ -50,10 +54,10 @@ def test_it_lives_while_it_runs_and_until_its_return_is_unlikely() -> None:
     talk = begin(talks, 0.0, turn("c", 5000))
     assert (talks.live, talks.tokens) == ({"a": 1}, {"a": 5000.0})
     talks.finish(10.0, talk, 5500.0)
-    talks.sweep(10.0 + talks.patience)
+    talks.sweep(10.0 + patience(talks))
     assert talks.live["a"] == 1
     assert 0 < talks.tokens["a"] < 5500, "its return is likely, not sure"
-    talks.sweep(10.1 + talks.patience)
+    talks.sweep(10.1 + patience(talks))
     assert talks.live["a"] == 0
     assert talks.tokens["a"] == pytest.approx(0.0)
     assert talks.get("c") is talk, "idle, not forgotten"
@@ -75,7 +79,7 @@ def test_how_long_to_wait_for_a_return_is_learned() -> None:
             talk = begin(talks, now, turn("c"))
             talks.finish(now + 1.0, talk, 1000.0)
             now += 1.0 + rng.uniform(low, high)
-        assert low < talks.patience < 1.5 * high
+        assert low < patience(talks) < 1.5 * high
 
 
 def test_a_new_conversation_is_expected_to_grow_to_what_is_usual() -> None:
@@ -83,8 +87,21 @@ def test_a_new_conversation_is_expected_to_grow_to_what_is_usual() -> None:
     for i in range(50):
         talk = begin(talks, float(i), turn(f"old-{i}", 60_000))
         talks.finish(float(i), talk, 60_000.0)
-    assert talks.expected(8000) == pytest.approx(60_000)
-    assert talks.expected(90_000) == 90_000
+    assert talks.expected(turn("new", 8000)) == pytest.approx(60_000)
+    assert talks.expected(turn("new", 90_000)) == 90_000
+
+
+def test_agents_and_chats_are_waited_for_as_long_as_each_of_them_takes() -> None:
+    """Nine chats in ten that are back after a minute say nothing of an agent that waits for a build, nor of its size."""
+    talks, rng, now = WorkingSet(PARAMS), Random(1), 0.0
+    for tools, turns, size, low, high in ((True, 200, 80_000, 60, 200), (False, 2000, 800, 5, 20)):
+        asked = replace(turn(f"{tools}", size), tools=tools)
+        for _ in range(turns):
+            talks.finish(now, begin(talks, now, asked), float(size))
+            now += rng.uniform(low, high)
+    assert patience(talks) < 40 < 120 < patience(talks, tools=True)
+    assert talks.expected(turn("new", 500)) == pytest.approx(800)
+    assert talks.expected(replace(turn("new", 500), tools=True)) == pytest.approx(80_000)
 
 
 def test_an_emptied_cache_holds_nobodys_context() -> None:
