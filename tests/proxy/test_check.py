@@ -489,3 +489,10 @@ async def test_where_streams_may_go_on_a_backend_is_asked_whether_its_can() -> N
         found = await probe(backend(server.url), TIMEOUT, continues=True)
         assert [(f.what, f.verdict) for f in found][-1] == ("continuation", "note")
         assert "vLLM" in found[-1].fix
+
+
+async def test_a_backend_whose_streams_go_on_by_text_only_is_noted() -> None:
+    async with running(token_ids=False) as sim:
+        found = await probe(backend(sim.url), TIMEOUT, continues=True)
+    assert (found[-1].what, found[-1].verdict) == ("continuation", "note")
+    assert "text" in found[-1].fix

@@ -91,7 +91,7 @@ class VllmServer(RealServer):
     rest waits. scripts: more of the model's scripts, in a file. options: further flags.
     """
 
-    start_seconds = 240.0
+    start_seconds = 600.0  # most of a minute, where nothing else computes
     death = signal.SIGTERM  # it has an engine to end
 
     def __init__(
