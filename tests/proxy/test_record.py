@@ -172,7 +172,8 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "failures", "continuation", "hedge", "tenant", "session", "conversation", "policy", "stream", "tools",
+    "drops", "attempts", "failures", "continuation", "hedge", "tenant", "session", "conversation",
+    "policy", "stream", "tools",
     "outcome", "status",
     "error", "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
     "prompt_tokens_error", "prompt_tokens", "completion_tokens", "cached_tokens", "cached_tokens_estimate",
