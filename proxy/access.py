@@ -1,8 +1,8 @@
-"""Who is calling: API keys, known by their hash.
+"""Who is calling: API keys, known by their hash, and what each may do.
 
-Rules: only sha256 digests are held, so nothing here can print or leak a key; a presented key is hashed and looked
-up, which takes the same time for every key. Names, not keys, go into records and logs. Whether a request needs a
-key at all is the caller's question: an empty ring knows nobody.
+Rules: only hashes are held, so nothing here can print or leak a key; a presented key is hashed and looked up, which
+takes the same time for every key. Names, not keys, go into records and logs. An empty ring knows nobody; whether a
+request needs a key at all is the caller's question.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from proxy.keystore import hash_of
 
 _BEARER = re.compile(r"[ \t]*bearer[ \t]+(\S+)[ \t]*", re.IGNORECASE | re.ASCII)
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -59,3 +62,57 @@ def _presented(headers: Mapping[str, str]) -> Iterator[str]:
     key = headers.get("x-api-key")
     if key is not None and key.strip():
         yield key.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose key a request came with, and what that may do. ident: the key, as records and limits call it. models, tiers:
+    None is all. priority: the highest that its requests may ask for. reserve_tokens: what of an answer is reserved at most;
+    None: the gateway's."""
+
+    ident: str | None = None
+    tenant: str | None = None
+    models: frozenset[str] | None = None
+    tiers: frozenset[str] | None = None
+    priority: int = 0
+    tool_format: str | None = None
+    reserve_tokens: int | None = None
+
+    def sees(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+ANYBODY = Caller()
+"""Where no key is asked for."""
+
+
+class Callers:
+    """Who has which key. Made anew at every change, and put in force in one step.
+
+    keys: (keyed hash, who, until when this hash opens). secret: of the hash. required: a key is asked for, also when
+    nobody has one.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[tuple[bytes, Caller, float | None]] = (),
+        secret: bytes = b"",
+        *,
+        required: bool = False,
+    ) -> None:
+        self._secret = secret
+        self._by_hash = {hashed: (caller, until) for hashed, caller, until in keys}
+        self.required = required or bool(self._by_hash)
+
+    def __repr__(self) -> str:
+        return f"Callers({', '.join(sorted({str(caller.ident) for caller, _ in self._by_hash.values()}))})"
+
+    def find(self, headers: Mapping[str, str], wall: float) -> Caller | None:
+        """Whose key a request carries, in either header; None: nobody's, or it has expired."""
+        for key in _presented(headers):
+            found = self._by_hash.get(hash_of(digest(key), self._secret))
+            if found is not None:
+                caller, until = found
+                if until is None or wall < until:
+                    return caller
+        return None

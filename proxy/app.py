@@ -19,9 +19,10 @@ from aiohttp import web
 
 from policies.budget import Budget
 from policies.hedge import HedgeParams
+from policies.limits import Quota
 from policies.trace import TracingRouter
 from proxy.abilities import Abilities
-from proxy.access import KeyRing
+from proxy.access import Callers, KeyRing
 from proxy.admin import admin_app
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
@@ -33,12 +34,15 @@ from proxy.gate import Gate
 from proxy.handler import Gateway
 from proxy.headers import Cors
 from proxy.health import HealthPoller
+from proxy.keys import Keys, failures_counter
 from proxy.lane import CompiledLane
+from proxy.ledger import LocalLedger
+from proxy.limiter import Limiter
 from proxy.local import Local
-from proxy.metrics import Metrics
+from proxy.metrics import Counter, Metrics
 from proxy.owners import Owners
 from proxy.pool import Backend, BackendSpec, Pool
-from proxy.record import FileWriter, Recorder, Write, write_stdout
+from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.reload import Reloader
 from proxy.tokenizer import Tokenizer
 from proxy.toolcheck import warm
@@ -72,6 +76,7 @@ class App:
         on_data = config.admin.metrics_on in ("data", "both")
         self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
         owners = Owners()
+        ledger = LocalLedger(self.clock)
         rng = rng or Random()
         self.gate = Gate(self.clock, self.pool.fleet, _router(config), config.policy_params, rng)
         self.pool.changed = self.gate.pump
@@ -93,7 +98,8 @@ class App:
             pool=self.pool,
             hedges=_hedges(config),
             timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
-            keys=_keys(config),
+            callers=Callers(),
+            limiter=Limiter(ledger),
             public_paths=frozenset(config.server.public_paths),
             body_timeout=config.server.body_timeout,
             cors=Cors(config.server.cors_origins),
@@ -102,6 +108,8 @@ class App:
             metrics=self.metrics,
             recorder=self.recorder,
         )
+        self.keys = Keys(config, self.clock, ledger, self._keys_changed)
+        self.metrics.counters = self._counters
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
         self.metrics.estimate_errors = self._estimate_errors
         self.health = HealthPoller(config, self.clock, self.pool)
@@ -143,6 +151,7 @@ class App:
             await self.close()
             raise
         self.health.start()
+        self.keys.start()
         if any(tier.continuation != "off" for tier in config.tiers.values()):
             for name in self.pool.backends:
                 self.abilities.of(name)  # asks it, beside
@@ -158,12 +167,20 @@ class App:
         gateway.retry = gateway.budget.params = config.policy.retry
         gateway.hedges = _hedges(config)
         gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
-        gateway.keys = _keys(config)
         gateway.policy = config.policy_digest
         gateway.keeps_decisions = config.telemetry.decisions
         self.local.configure(config)
         self.metrics.configure(config)
+        self.keys.configure(config)
         self.gate.configure(_router(config), config.policy_params)
+
+    def _keys_changed(self, callers: Callers, quotas: dict[str, Quota]) -> None:
+        self.gateway.callers = callers
+        self.gateway.limiter.configure(self.config, quotas)
+
+    def _counters(self) -> Iterator[Counter]:
+        yield from self.gateway.limiter.counters()
+        yield failures_counter(self.keys.failures)
 
     async def _listen(self, runner: web.BaseRunner, host: str, port: int) -> int:
         await runner.setup()
@@ -209,6 +226,7 @@ class App:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         await self.health.stop()
+        await self.keys.close()
         await self.abilities.close()
         for runner in reversed(self._runners):
             await runner.cleanup()
@@ -220,10 +238,6 @@ class App:
 
 def _hedges(config: Config) -> dict[str, HedgeParams]:
     return {name: tier.hedges for name, tier in config.tiers.items() if tier.hedges is not None}
-
-
-def _keys(config: Config) -> KeyRing:
-    return KeyRing((key.name, key.digest or "") for key in config.server.keys)
 
 
 def _router(config: Config) -> TracingRouter:

@@ -74,7 +74,7 @@ def notes(config: Config) -> Iterator[str]:
             yield f'backend "{backend.name}" serves no model'
         if backend.url.startswith("https:") and not backend.tls.verify:
             yield f'backend "{backend.name}" is trusted whatever certificate it shows (tls.verify = false)'
-    if config.server.allow_unauthenticated and not config.server.keys:
+    if config.server.allow_unauthenticated and not (config.server.keys or config.server.store):
         yield "clients need no key (server.allow_unauthenticated = true)"
 
 

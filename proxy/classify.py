@@ -17,6 +17,7 @@ from policies.calibrate import UNKNOWN_ERROR, Calibration, Mix
 from policies.filters import tier as tier_filter
 from policies.frozen import frozen
 from policies.types import ContextEstimate
+from proxy.access import Caller
 from proxy.attempt import Limits, Plan
 from proxy.config import SESSION_HEADERS as SESSION_HEADERS
 from proxy.config import Config, ModelRoute, Timeouts
@@ -26,6 +27,7 @@ from proxy.local import unknown_model
 from proxy.owners import Owners
 from proxy.pool import Backend, Pool
 from proxy.record import Record
+from proxy.refusals import tier_forbidden
 from proxy.toolwork import ToolWork, history_edits, nudge, thinking_edits
 from proxy.wire.body import BodyError
 from proxy.wire.coerce import Toolset
@@ -67,6 +69,10 @@ class Classified:
     mix: Mix | None = None
     near: str | None = None
 
+    def output_limit(self) -> int | None:
+        """Tokens of the answer, as the client limits them."""
+        return self.body.max_output_tokens if isinstance(self.body, RequestBody) else None
+
 
 class Classifier:
     """`calibrations`: by model, kept over reloads."""
@@ -79,8 +85,6 @@ class Classifier:
         self._pool = pool
         self._owners = owners
         self._session_headers = config.server.session_headers
-        self._priorities = {key.name: key.priority for key in config.server.keys}
-        self._formats = {key.name: key.tool_format for key in config.server.keys if key.tool_format}
         self._allowed: dict[tuple[str, str], tuple[str, ...]] = {}
         self._edits = {name: _route_edits(route) for name, route in config.routes.items()}
         targets = [name for name, model in config.models.items() if model.alias_of is None]
@@ -91,11 +95,11 @@ class Classifier:
         return Classifier(config, self._pool, self._owners, self.calibrations)
 
     def classify(
-        self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record
+        self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record, caller: Caller
     ) -> Classified:
-        """Raises ProxyError (400, 404) for what the gateway has to understand and cannot."""
+        """Raises ProxyError (400, 403, 404) for what the gateway has to understand and cannot, or the caller may not ask."""
         if endpoint.body is Body.NONE:
-            return self._stored_response(endpoint, request, raw, record)
+            return self._stored_response(endpoint, request, raw, record, caller)
         body: RequestBody | Form
         try:
             if endpoint.body is Body.FORM:
@@ -106,10 +110,10 @@ class Classifier:
                 model, record.stream = body.model, body.stream
         except BodyError as error:
             raise bad_field(error) from None
-        route = self._route(model)
-        work = self._tool_work(endpoint, request, body, route, record)
+        route = self._route(model, caller)
+        work = self._tool_work(endpoint, request, body, route, caller)
         record.model, record.target = route.name, route.target
-        tier = self._tier(request, route, record)
+        tier = self._tier(request, route, record, caller)
         prompt, output = _NOTHING, 0
         session = next((v for name in self._session_headers if (v := request.headers.get(name))), None)
         pinned = near = mix = None
@@ -144,7 +148,7 @@ class Classifier:
             prefix.links,
             link_tokens,
             record.conversation,
-            self._priority(request, record.tenant),
+            self._priority(request, caller.priority),
             record.tenant,
             self._deadline(request, record),
             None if endpoint.generates else 1.0,
@@ -201,14 +205,8 @@ class Classifier:
                 except BodyError as error:
                     raise bad_field(error) from None
         first = timeouts.first_token + timeouts.first_token_per_1k_tokens * asked.facts.prompt.tokens / 1000
-        limits = Limits(
-            first,
-            timeouts.gap,
-            timeouts.total,
-            timeouts.client_idle,
-            timeouts.keepalive_after,
-            timeouts.keepalive_interval,
-        )
+        after, interval = timeouts.keepalive_after, timeouts.keepalive_interval
+        limits = Limits(first, timeouts.gap, timeouts.total, timeouts.client_idle, after, interval)
         swap = self.model_swap(asked, backend)
         reader = None
         if work is not None and asked.facts.stream:
@@ -245,13 +243,13 @@ class Classifier:
         request: web.BaseRequest,
         body: RequestBody | Form,
         route: ModelRoute,
-        record: Record,
+        caller: Caller,
     ) -> ToolWork | None:
         if endpoint.api is not Api.CHAT or not isinstance(body, RequestBody):
             return None
         form = request.headers.get("x-tool-format")
         if form is None:
-            form = self._formats.get(record.tenant or "")
+            form = caller.tool_format
         elif form not in TOOL_FORMATS:
             message = f"Unknown tool format '{form[:100]}'; this gateway knows: {', '.join(TOOL_FORMATS)}."
             raise ProxyError(
@@ -263,7 +261,7 @@ class Classifier:
             raise bad_field(error) from None
 
     def _stored_response(
-        self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record
+        self, endpoint: Endpoint, request: web.BaseRequest, raw: bytes, record: Record, caller: Caller
     ) -> Classified:
         """GET, DELETE or cancel of a stored response: only its maker knows it."""
         ident = endpoint.path.removeprefix(RESPONSES_PREFIX).partition("/")[0]
@@ -271,7 +269,7 @@ class Classifier:
         for route in self._config.routes.values():
             if owner is not None and owner not in route.backends:
                 continue
-            if owner is None and len(route.backends) > 1:
+            if (owner is None and len(route.backends) > 1) or not caller.sees(route.name):
                 continue
             record.model, record.target = route.name, route.target
             tier = Tier(route.tier)  # what was answered once may be read at any tier
@@ -297,20 +295,20 @@ class Classifier:
             param="previous_response_id",
         )
 
-    def _route(self, model: str | None) -> ModelRoute:
+    def _route(self, model: str | None, caller: Caller) -> ModelRoute:
         name = model if model is not None else self._only
         if name is None:
-            have = ", ".join(self._config.models)
+            have = ", ".join(name for name in self._config.models if caller.sees(name))
             message = f"You must provide a model; this gateway serves: {have}."
             raise ProxyError(
                 Outcome.BAD_REQUEST, 400, message, code="missing_required_parameter", param="model"
             )
         route = self._config.resolve(name)
-        if route is None:
+        if route is None or not caller.sees(name):
             raise unknown_model(name)
         return route
 
-    def _tier(self, request: web.BaseRequest, route: ModelRoute, record: Record) -> Tier:
+    def _tier(self, request: web.BaseRequest, route: ModelRoute, record: Record, caller: Caller) -> Tier:
         asked = request.headers.get("x-quality-tier")
         name = asked.strip().lower() if asked is not None else route.tier
         tier = self._config.tier(name)
@@ -319,6 +317,8 @@ class Classifier:
             message = f"Unknown quality tier '{name[:100]}'; this gateway knows: {have}."
             raise ProxyError(Outcome.BAD_REQUEST, 400, message, code="unknown_tier", param="x-quality-tier")
         record.tier_asked = record.tier = name
+        if caller.tiers is not None and name not in caller.tiers:
+            raise tier_forbidden(name, caller)
         return tier
 
     def _backends(self, route: ModelRoute, tier: Tier) -> tuple[str, ...]:
@@ -382,9 +382,8 @@ class Classifier:
         link_tokens = facts.link_tokens * tokens / max(1, facts.prompt.tokens)
         return replace(asked, facts=replace(facts, prompt=prompt, link_tokens=link_tokens), near=None)
 
-    def _priority(self, request: web.BaseRequest, tenant: str | None) -> int:
+    def _priority(self, request: web.BaseRequest, most: int) -> int:
         """The key's; a request may ask for less, never for more."""
-        most = self._priorities.get(tenant or "", 0)
         asked = request.headers.get("x-tierline-priority")
         if asked is None:
             return most
@@ -425,15 +424,8 @@ def _bad_header(name: str, what: str) -> ProxyError:
 
 def _prompt_sizes(body: RequestBody, words: int | None) -> PromptSizes:
     sizes = body.sizes
-    return PromptSizes(
-        sizes.text_bytes,
-        sizes.messages,
-        sizes.tools_bytes,
-        sizes.images,
-        sizes.media_bytes,
-        words,
-        sizes.sequences,
-    )
+    text, media = sizes.text_bytes, sizes.media_bytes
+    return PromptSizes(text, sizes.messages, sizes.tools_bytes, sizes.images, media, words, sizes.sequences)
 
 
 def _route_edits(route: ModelRoute) -> tuple[Edit, ...]:

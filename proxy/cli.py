@@ -1,8 +1,8 @@
 """The command line: `tierline`, and `python -m proxy`.
 
 Rules
-1. Only click is imported at the top (`proxy.sim.cli` and `proxy.simulate.cli` import no more): `--help` answers at once.
-   The gateway, aiohttp and rich are imported by the command that needs them.
+1. Only click is imported at the top (`proxy.keycommands` and the other command lines import no more): `--help` answers at
+   once. The gateway, aiohttp and rich are imported by the command that needs them.
 2. Results go to stdout, problems and logs to stderr. Secrets go nowhere: never read from argv, never printed.
 3. Exit codes mean something (`Exit`); docs/configuration.md lists them.
 """
@@ -10,7 +10,6 @@ Rules
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import platform
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING
 import click
 
 from proxy import __version__
+from proxy.keycommands import keys
 from proxy.replay.cli import explain, replay
 from proxy.sim.cli import sim
 from proxy.simulate.cli import simulate
@@ -73,9 +73,13 @@ def serve(path: str) -> None:
     config = _load(path)
     set_up_logging(config.telemetry.log_level, config.telemetry.log_format)
     from proxy.app import run
+    from proxy.keystore import StoreError
 
     try:
         code = run(config)
+    except StoreError as error:
+        click.echo(str(error), err=True)
+        code = Exit.CONFIG
     except OSError as error:
         if error.errno not in BIND_ERRORS and not isinstance(error, socket.gaierror):
             raise
@@ -103,31 +107,6 @@ def check(path: str, probe: bool, timeout: float) -> None:
         sys.exit(Exit.FAILED)
 
 
-@main.group()
-def keys() -> None:
-    """Client keys."""
-
-
-@keys.command("hash")
-@click.option("--name", default="NAME", show_default=True, help="The tenant's name in the printed line.")
-def hash_key(name: str) -> None:
-    """Hash a key for the configuration.
-
-    The key is read from stdin, or asked for on a terminal; never give it as an argument, where others see it.
-    """
-    if sys.stdin.isatty():
-        key = click.prompt("Key", hide_input=True, err=True)
-    else:
-        key = sys.stdin.read()
-    key = key.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        click.echo("a key is visible ASCII characters without spaces, and at least one", err=True)
-        sys.exit(Exit.CONFIG)
-    click.echo("[[server.keys]]")
-    click.echo(f"name = {json.dumps(name)}")
-    click.echo(f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"')
-
-
 @main.command()
 def version() -> None:
     """Print the version."""
@@ -144,6 +123,7 @@ def _load(path: str) -> Config:
         sys.exit(Exit.CONFIG)
 
 
+main.add_command(keys)
 main.add_command(sim)
 main.add_command(replay)
 main.add_command(explain)

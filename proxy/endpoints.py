@@ -56,6 +56,9 @@ RELAYED: dict[str, Endpoint] = {
     )
 }
 
+UNCOUNTED = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+"""Their prompts are looked at and not run: they take no tokens of a limit."""
+
 RESPONSES_PREFIX = "/v1/responses/"
 # An id, not a path: what a backend might resolve to some other endpoint (dots, escapes, slashes) is no id.
 _STORED = re.compile(r"/v1/responses/[A-Za-z0-9][A-Za-z0-9._:~-]*(/cancel|/input_items)?")

@@ -14,6 +14,7 @@ class Outcome(StrEnum):
     OK = "ok"
     BAD_REQUEST = "bad_request"  # the client's fault, found here (4xx made by us)
     UNAUTHORIZED = "unauthorized"  # no key, wrong key
+    LIMITED = "limited"  # a limit of its key, tenant or model: 429
     SHED = "shed"  # every fitting backend is full: 429 with Retry-After
     NO_BACKEND = "no_backend"  # none fits: 503 with each backend's reason
     CANCELLED = "cancelled"  # the client went away
@@ -36,6 +37,14 @@ class Ending(StrEnum):
     NOBODY = "nobody"  # no backend is left that could
     BROKEN = "broken"  # those that went on with it broke, too
     LEFT = "left"  # the client went away before that was known
+
+
+class ChargedBy(StrEnum):
+    """How it is known what a request used. Closed."""
+
+    USAGE = "usage"  # the backend said
+    ESTIMATE = "estimate"  # nobody said: from the prompt's size and what was seen of the answer, else what was reserved
+    NOTHING = "nothing"  # it was given back
 
 
 class Hedged(StrEnum):

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from policies import Failure, Result, Wait
 from policies.trace import Trace
+from proxy.access import ANYBODY
 from proxy.attempt import FAILURES, Fault, FaultKind, Reply, Step, Stuck
 from proxy.attempt import Result as Attempt
 from proxy.classify import Classified
@@ -31,7 +32,8 @@ from proxy.front import Answer
 from proxy.gate import Pass, Refused
 from proxy.headers import error_headers, origin_form, own_headers, request_head, request_id, response_headers
 from proxy.hedging import Ended, Leg, Race, may_repeat
-from proxy.intake import find_endpoint, known_tenant, read_body
+from proxy.intake import known_caller, read_body
+from proxy.limiter import Grant
 from proxy.pool import Backend
 from proxy.record import Record
 from proxy.refusals import failure_of, fault_error, turned_away, unreachable, wrong_with
@@ -64,6 +66,7 @@ class Exchange:
         "_explains",
         "_failover",
         "_gateway",
+        "_grant",
         "_relay",
         "_request",
         "_spoke",
@@ -72,6 +75,7 @@ class Exchange:
         "_traces",
         "answer",
         "api",
+        "caller",
         "headers",
         "interrupted",
         "path",
@@ -84,6 +88,8 @@ class Exchange:
         self._gateway = gateway
         self._classifier = gateway.classifier  # what is reloaded meanwhile is for the next one
         self._request = request
+        self.caller = ANYBODY
+        self._grant: Grant | None = None
         self._relay: Relay | None = None
         self._spoke: Relay | None = None  # the last one of which the client has an event
         self._failover: Failover | None = None
@@ -108,12 +114,10 @@ class Exchange:
 
     def authorize(self) -> None:
         gateway = self._gateway
-        if gateway.keys and self.path not in gateway.public_paths:
-            tenant = gateway.keys.identify(self._request.headers)
-            self.record.tenant = known_tenant(tenant, admin=self._explains)
-
-    def find_endpoint(self) -> Endpoint:
-        return find_endpoint(self._request.method, self.path)
+        if gateway.callers.required and self.path not in gateway.public_paths:
+            found = gateway.callers.find(self._request.headers, self.record.time)
+            self.caller = caller = known_caller(found, admin=self._explains)
+            self.record.tenant, self.record.key = caller.tenant, caller.ident
 
     async def read_body(self) -> bytes:
         gateway = self._gateway
@@ -121,12 +125,19 @@ class Exchange:
 
     async def classify(self, endpoint: Endpoint, body: bytes) -> Classified:
         """What routing knows of the request. The tokenizer is asked only where a limit hangs on it."""
-        asked = self._classifier.classify(endpoint, self._request, body, self.record)
+        asked = self._classifier.classify(endpoint, self._request, body, self.record, self.caller)
         if asked.near is None:
             return asked
         gateway = self._gateway
         tokens = await gateway.tokenizer.count(gateway.pool.backends[asked.near], endpoint.api, asked)
         return asked if tokens is None else self._classifier.counted(asked, tokens, self.record)
+
+    async def limit(self, endpoint: Endpoint, asked: Classified) -> None:
+        """The limits of the key, its tenant and the model let it in, and hold what it may use until it is closed."""
+        enter, target, most = self._gateway.limiter.enter, asked.route.target, asked.output_limit()
+        self._grant = await enter(self.caller, target, endpoint, asked.facts.prompt.tokens, most, self.record)
+        if self._grant is not None:
+            self.headers += self._grant.headers
 
     # -- choose, relay ------------------------------------------------------------------------------------------
 
@@ -260,13 +271,13 @@ class Exchange:
             except (OSError, TimeoutError) as exc:
                 return unreachable(backend.name, exc), Failure.CONNECT
         request = self._request
-        head = request_head(
+        line, ident, passed = (
             (request.method, step.target),
-            request.raw_headers,
             self.record.request_id,
-            backend.spec,
-            len(step.body),
-            credentials=self._credentials(backend),
+            self._credentials(backend),
+        )
+        head = request_head(
+            line, request.raw_headers, ident, backend.spec, len(step.body), credentials=passed
         )
         if leg is not None and self._continuation is not None:
             leg.kept = self._continuation.kept
@@ -287,15 +298,8 @@ class Exchange:
         self, connection: UpstreamConnection, head: bytes, step: Step, let_in: Pass, leg: Leg | None
     ) -> Attempt:
         gateway, plan = self._gateway, step.plan
-        relay = Relay(
-            gateway.clock,
-            connection,
-            self.answer,
-            self.record,
-            plan,
-            self._client_headers,
-            let_in.first_token,
-        )
+        headers, began = self._client_headers, let_in.first_token
+        relay = Relay(gateway.clock, connection, self.answer, self.record, plan, headers, began)
         if leg is None:
             self._relay = relay
         else:
@@ -335,7 +339,7 @@ class Exchange:
 
     def _credentials(self, backend: Backend) -> bool:
         """The client's own pass only where neither side has keys; the admin key never does."""
-        return not self._gateway.keys and backend.spec.key is None and not self._explains
+        return not self._gateway.callers.required and backend.spec.key is None and not self._explains
 
     def _reply(
         self, backend: Backend, reply: Reply, endpoint: Endpoint, asked: Classified, leg: Leg | None
@@ -378,10 +382,9 @@ class Exchange:
 
     def _client_headers(self, status: int, upstream: Headers) -> Headers:
         self.record.status = status
-        return response_headers(upstream, self._own_headers())
+        return response_headers(upstream, self._own_headers(), limited=self._grant is not None)
 
     def _own_headers(self) -> Headers:
-        """What an answer says of the choices that were made for it."""
         out = own_headers(self.record, self.headers)
         if self._explains and self._traces:  # `x-tierline-explain: 1`, asked with the admin key
             out.append((b"x-tierline-explain", header(self.record.request_id, self._traces)))
@@ -422,10 +425,7 @@ class Exchange:
     def _remember(self) -> None:
         """What was decided: for whoever asks, and in the record if that is wanted."""
         record, gateway = self.record, self._gateway
-        waited = 0.0
-        if record.queued_at is not None:
-            waited = (record.admitted_at or gateway.clock.now()) - record.queued_at
-        traces = tuple(self._traces)
+        waited, traces = record.waited(gateway.clock.now()), tuple(self._traces)
         gateway.memory.keep(record.request_id, Story(record.policy or "", waited, traces))
         if gateway.keeps_decisions:
             record.decisions = [write(trace) for trace in traces]
@@ -440,6 +440,8 @@ class Exchange:
             self.answer.abort()
         if self._traces:
             self._remember()
+        if self._grant is not None:
+            gateway.limiter.settle(self._grant, record)
         derived = record.close(gateway.clock.now())
         gateway.metrics.observe(record, derived)
         gateway.recorder.add(record, derived)

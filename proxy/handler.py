@@ -1,4 +1,4 @@
-"""The request path: accept → parse → classify → admit → choose → relay → normalize → record.
+"""The request path: accept → parse → classify → limit → admit → choose → relay → normalize → record.
 
 Rules
 1. `handle` reads top to bottom, one call a stage. Whatever goes wrong in a stage is a `ProxyError`; it becomes a
@@ -21,7 +21,7 @@ from policies import RetryParams
 from policies.budget import Budget
 from policies.hedge import Allowance, HedgeParams
 from proxy.abilities import Abilities
-from proxy.access import KeyRing
+from proxy.access import Callers, KeyRing
 from proxy.classify import Classifier
 from proxy.clock import Clock
 from proxy.config import Timeouts
@@ -30,11 +30,13 @@ from proxy.exchange import STOPPING, Exchange
 from proxy.explain import Memory
 from proxy.gate import Gate
 from proxy.headers import Cors
+from proxy.intake import find_endpoint
+from proxy.limiter import Limiter
 from proxy.local import Local
 from proxy.metrics import Metrics
 from proxy.owners import Owners
 from proxy.pool import Pool
-from proxy.record import Recorder
+from proxy.recorder import Recorder
 from proxy.tokenizer import Tokenizer
 from proxy.turns import Turns
 
@@ -63,7 +65,8 @@ class Gateway:
     """By backend."""
     hedges: dict[str, HedgeParams]
     """By tier; of those that are not here no request is sent twice."""
-    keys: KeyRing
+    callers: Callers
+    limiter: Limiter
     public_paths: frozenset[str]
     body_timeout: float
     cors: Cors
@@ -127,7 +130,7 @@ class Gateway:
             return None
         try:
             exchange.authorize()
-            status, headers, body = self.local.page(request.method, unquote(exchange.path))
+            status, headers, body = self.local.page(request.method, unquote(exchange.path), exchange.caller)
         except ProxyError as error:
             exchange.refuse(error)
         else:
@@ -142,11 +145,13 @@ class Gateway:
         self.exchanges.add(exchange)
         try:
             exchange.authorize()
-            endpoint = exchange.find_endpoint()
+            endpoint = find_endpoint(request.method, exchange.path)
             body = await exchange.read_body()
             if not self.turns.take():
                 await self.turns.wait()
             asked = await exchange.classify(endpoint, body)
+            if self.limiter.active:
+                await exchange.limit(endpoint, asked)
             await exchange.serve(endpoint, asked)
         except ProxyError as error:
             exchange.refuse(error)

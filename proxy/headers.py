@@ -46,6 +46,13 @@ _RESPONSE_DROP = frozenset(
     + (b"access-control-allow-origin", b"access-control-allow-credentials", b"access-control-allow-headers")
     + (b"access-control-allow-methods", b"access-control-expose-headers", b"access-control-max-age")
 )
+# What is left of a limit of ours, not of what some backend has for the gateway.
+_LIMITS = frozenset(
+    b"x-ratelimit-" + what + unit
+    for what in (b"limit-", b"remaining-", b"reset-")
+    for unit in (b"requests", b"tokens")
+)
+_RESPONSE_DROP_LIMITS = _RESPONSE_DROP | _LIMITS
 _ERROR_DROP = _RESPONSE_DROP | {b"content-type", b"content-encoding", b"etag", b"set-cookie"}
 _ABSOLUTE = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -121,9 +128,9 @@ def own_headers(record: Record, first: Headers) -> Headers:
     return out
 
 
-def response_headers(upstream: Headers, ours: Headers) -> Headers:
-    """What the client gets of a backend's answer, ours behind it."""
-    return end_to_end(upstream, _RESPONSE_DROP) + ours
+def response_headers(upstream: Headers, ours: Headers, *, limited: bool = False) -> Headers:
+    """What the client gets of a backend's answer, ours behind it. limited: ours say what is left of a limit."""
+    return end_to_end(upstream, _RESPONSE_DROP_LIMITS if limited else _RESPONSE_DROP) + ours
 
 
 def error_headers(upstream: Sequence[tuple[bytes, bytes]], ours: Headers) -> Headers:

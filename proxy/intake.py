@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from proxy.access import Caller
 from proxy.clock import Clock
 from proxy.endpoints import Endpoint, find, meant
 from proxy.errors import Outcome, ProxyError
@@ -18,19 +19,19 @@ from proxy.record import Record
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 
 
-ADMIN = "admin"
-"""Tenant of a request that came with the admin key alone."""
+ADMIN = Caller("admin", "admin")
+"""Who came with the admin key alone."""
 
 
-def known_tenant(tenant: str | None, *, admin: bool) -> str:
+def known_caller(caller: Caller | None, *, admin: bool) -> Caller:
     """Whose key it is. admin: the admin key came with it, which is enough."""
-    if tenant is None and admin:
+    if caller is None and admin:
         return ADMIN
-    if tenant is None:
+    if caller is None:
         message = "Incorrect or missing API key: send it as `Authorization: Bearer KEY`."
         headers = (("www-authenticate", "Bearer"),)
         raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key", headers=headers)
-    return tenant
+    return caller
 
 
 def find_endpoint(method: str, path: str) -> Endpoint:

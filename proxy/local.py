@@ -9,6 +9,7 @@ import orjson
 from policies import BackendView, DropReason, RequestFacts, RouterParams, drop_reason
 from policies.types import ContextEstimate
 from proxy import __version__
+from proxy.access import ANYBODY, Caller
 from proxy.clock import Clock
 from proxy.config import Config, ModelRoute
 from proxy.endpoints import MODELS
@@ -44,8 +45,8 @@ class Local:
             return self._metrics is not None
         return path in ("/health", "/ready", "/version", MODELS) or path.startswith(MODELS + "/")
 
-    def page(self, method: str, path: str) -> Page:
-        """Raises ProxyError for a wrong method or an unknown model."""
+    def page(self, method: str, path: str, caller: Caller = ANYBODY) -> Page:
+        """Raises ProxyError for a wrong method or an unknown model. Who may not see a model does not see it here."""
         if method not in ("GET", "HEAD"):
             raise ProxyError(
                 Outcome.BAD_REQUEST,
@@ -64,11 +65,11 @@ class Local:
             body, content_type = self._metrics()
             return 200, [(b"content-type", content_type.encode())], body
         if path == MODELS:
-            data = [self._model(route) for route in self._config.routes.values()]
+            data = [self._model(route) for route in self._config.routes.values() if caller.sees(route.name)]
             return 200, [_JSON], orjson.dumps({"object": "list", "data": data})
         name = path.removeprefix(MODELS + "/")
         route = self._config.resolve(name)
-        if route is None:
+        if route is None or not caller.sees(name):
             raise unknown_model(name)
         return 200, [_JSON], orjson.dumps(self._model(route))
 

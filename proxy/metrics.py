@@ -27,12 +27,14 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from policies.calibrate import ContentKind
+from policies.limits import SCOPES, LimitKind
 from policies.retry import Failure
 from policies.types import ChooseReason, Decision, DropReason, ShedReason
 from proxy import __version__
 from proxy.config import Config
 from proxy.errors import Hedged, Outcome
-from proxy.record import Measures, Record, Recorder, tool_counts
+from proxy.record import Measures, Record, tool_counts
+from proxy.recorder import Recorder
 from proxy.series import (
     BACKEND_GAUGES,
     BACKEND_STATES,
@@ -124,6 +126,10 @@ Snapshot = Callable[[], Sequence[Mapping[str, object]]]
 """One mapping a backend: `name`, `state`, and the keys of BACKEND_GAUGES, None where unknown."""
 
 
+Counter = tuple[str, str, tuple[str, ...], Iterable[tuple[Sequence[str], float]]]
+"""Of somebody else: name, help, labels, values."""
+
+
 class Metrics(Collector):
     """Counts requests and decisions; renders them with what `snapshot` and `recorder` say at that moment."""
 
@@ -148,6 +154,7 @@ class Metrics(Collector):
         """(model, kind of content, stated relative error) of what was learned."""
         self.waiting: Callable[[], Mapping[tuple[str, int], int]] = dict
         """(tier, priority) → how many are in line."""
+        self.counters: Callable[[], Iterable[Counter]] = tuple
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -298,18 +305,10 @@ class Metrics(Collector):
             ("backend", "kind"),
             self._tool_counts(dialects=False),
         )
-        yield _counter(
-            "tierline_drops",
-            "Backends left out of a choice, by why.",
-            ("backend", "reason"),
-            self._drops.items(),
-        )
-        yield _counter(
-            "tierline_shed",
-            "Requests turned away, by why.",
-            ("tier", "reason"),
-            self._shed.items(),
-        )
+        why = ("backend", "reason")
+        yield _counter("tierline_drops", "Backends left out of a choice, by why.", why, self._drops.items())
+        why = ("tier", "reason")
+        yield _counter("tierline_shed", "Requests turned away, by why.", why, self._shed.items())
         queued = GaugeMetricFamily(
             "tierline_queued_requests", "Requests that wait to be let in.", labels=("tier", "priority")
         )
@@ -336,6 +335,8 @@ class Metrics(Collector):
             (),
             [((), self._recorder.dropped)],
         )
+        for counter in self.counters():
+            yield _counter(*counter)
         yield from self._backend_gauges()
         policy = GaugeMetricFamily(
             "tierline_policy_info", "1 for the policy in force.", labels=("name", "digest")
@@ -441,4 +442,7 @@ LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
     "failure": Failure,
     "hedge": Hedged,
     "content": ContentKind,
+    "scope": SCOPES,
+    "limit": LimitKind,
+    "charged_by": ("usage", "estimate"),
 }

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Sequence
 
 from policies import BackendView, DropReason, Failure, RequestFacts, Shed, ShedReason
+from proxy.access import Caller
 from proxy.attempt import Fault, FaultKind, Reply
 from proxy.errors import Outcome, ProxyError
 from proxy.headers import retry_after
@@ -83,6 +84,20 @@ def turned_away(facts: RequestFacts, shed: Shed, views: Sequence[BackendView]) -
         type="server_error",
         code="no_backend",
         headers=(("x-tierline-reason", "no_backend"),),
+    )
+
+
+def tier_forbidden(tier: str, caller: Caller) -> ProxyError:
+    """The key's own tiers are named: they are no secret from who has it."""
+    may = ", ".join(sorted(caller.tiers or ())) or "none"
+    message = f"This key may not use the quality tier '{tier}'; it may use: {may}."
+    return ProxyError(
+        Outcome.UNAUTHORIZED,
+        403,
+        message,
+        type="permission_error",
+        code="tier_not_allowed",
+        param="x-quality-tier",
     )
 
 

@@ -25,6 +25,7 @@ RELOADABLE = (
     "policy",
     "tiers",
     "models",
+    "tenants",
     "timeouts",
     "server.keys",
     "server.session_headers",

@@ -28,7 +28,7 @@ from policies.measured import Part, SpecKind
 from proxy.cli import main
 from proxy.config import ConfigError, load, serving
 from proxy.metrics import Metrics
-from proxy.record import Recorder
+from proxy.recorder import Recorder
 from tests.deploy_facts import (
     CACHES,
     DEPLOY,

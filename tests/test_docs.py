@@ -23,7 +23,7 @@ from policies import Drop, DropReason
 from proxy import classify, cli, endpoints
 from proxy.admin import admin_app
 from proxy.config import loads
-from proxy.errors import Ending, Hedged, Outcome
+from proxy.errors import ChargedBy, Ending, Hedged, Outcome
 from proxy.metrics import BACKEND_STATES
 from proxy.pool import Pool
 from proxy.record import Record, line
@@ -185,10 +185,12 @@ def bare() -> dict[str, object]:
 
 def full() -> dict[str, object]:
     made = record(
-        **dict.fromkeys(("model", "target", "tier_asked", "tier", "backend", "reason", "tenant"), "x"),
+        **dict.fromkeys(("model", "target", "tier_asked", "tier", "backend", "reason", "tenant", "key"), "x"),
         **dict.fromkeys(("session_hash", "conversation", "policy", "finish_reason", "error"), "x"),
         **dict.fromkeys(("prompt_tokens_error", "predicted_wait", "predicted_ttft", "predicted_tpot"), 0.5),
-        cached_tokens_estimate=5,
+        **dict.fromkeys(("reserved_tokens", "charged_tokens", "cached_tokens_estimate"), 5),
+        limit="key.tokens_per_minute",
+        charged_by=ChargedBy.USAGE,
         decisions=[{}],
         **dict.fromkeys(("prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high"), 5),
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 5),

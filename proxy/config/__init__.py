@@ -4,17 +4,26 @@ Rules
 1. The only importer of pydantic.
 2. A secret is a reference (`env:NAME`, `file:PATH`), read while loading and never printed: not by an error,
    not by `repr`, not by `effective`. Relative paths start at the config file's folder.
-3. `values` knows the kinds of values, `sections` and `policy` the keys, `rules` what must hold between keys, `problems`
-   how a mistake is worded; `load` ties them together. Other packages import from here only.
+3. `values` knows the kinds of values, `sections`, `clients` and `policy` the keys, `rules` and `clientrules` what must hold
+   between keys, `problems` how a mistake is worded; `load` ties them together. Other packages import from here only.
 """
 
-from proxy.config.load import ConfigError, effective, load, load_policy, load_with, loads
+from proxy.config.clients import Allowed, ApiKey, KeySettings, Price, Tenant
+from proxy.config.load import (
+    ConfigError,
+    check_key,
+    effective,
+    load,
+    load_policy,
+    load_with,
+    loads,
+    read_settings,
+)
 from proxy.config.policy import Policy
 from proxy.config.rules import is_loopback, serving
 from proxy.config.sections import (
     SESSION_HEADERS,
     Admin,
-    ApiKey,
     Backend,
     Config,
     Health,
@@ -33,27 +42,33 @@ from proxy.config.values import Secret
 __all__ = [
     "SESSION_HEADERS",
     "Admin",
+    "Allowed",
     "ApiKey",
     "Backend",
     "Config",
     "ConfigError",
     "Health",
+    "KeySettings",
     "Limits",
     "Model",
     "ModelRoute",
     "Policy",
     "Pool",
+    "Price",
     "Quality",
     "Secret",
     "Server",
     "Telemetry",
+    "Tenant",
     "Timeouts",
     "Tls",
+    "check_key",
     "effective",
     "is_loopback",
     "load",
     "load_policy",
     "load_with",
     "loads",
+    "read_settings",
     "serving",
 ]

@@ -12,8 +12,9 @@ from typing import cast
 from pydantic import BaseModel, ValidationError
 
 from proxy.config import problems, rules
+from proxy.config.clients import ApiKey, KeySettings
 from proxy.config.problems import ELSEWHERE
-from proxy.config.sections import ApiKey, Config
+from proxy.config.sections import Config
 from proxy.config.values import PolicySource, Secret
 
 
@@ -103,6 +104,27 @@ def _read(data: dict[str, object], env: Mapping[str, str], source: str, folder: 
     return config
 
 
+def read_settings(data: Mapping[str, object], source: str) -> KeySettings:
+    """What a key of the store may do. Raises `ConfigError`; `source` names the key in its lines."""
+    try:
+        return KeySettings.model_validate(data)
+    except ValidationError as error:
+        found = [problems.line(dict(e), KeySettings) for e in error.errors(include_url=False)]
+        raise ConfigError([f"{source}: {problem}" for problem in found]) from None
+
+
+def check_key(config: Config, name: str, tenant: str, data: Mapping[str, object]) -> list[str]:
+    """What the configuration would say of a key with these settings."""
+    plain = {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
+    try:
+        key = ApiKey.model_validate({**plain, "name": name, "tenant": tenant, "sha256": "0" * 64})
+    except ValidationError as error:
+        return [problems.line(dict(e), ApiKey) for e in error.errors(include_url=False)]
+    server = config.server.model_copy(update={"keys": (key,)})
+    found = rules.check(config.model_copy(update={"server": server}))
+    return [line.removeprefix("server.keys[0].") for line in found if line.startswith("server.keys[0]")]
+
+
 def effective(config: Config) -> dict[str, object]:
     """The configuration with every default filled in and every secret masked, as plain data."""
     return cast(dict[str, object], _plain(config))
@@ -111,7 +133,8 @@ def effective(config: Config) -> dict[str, object]:
 def _plain(value: object) -> object:
     if isinstance(value, ApiKey):
         hashed = f"{value.sha256[:8]}…" if value.sha256 else None
-        return {"name": value.name, "key": _plain(value.key), "sha256": hashed}
+        shown = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
+        return {**shown, "sha256": hashed}
     if isinstance(value, BaseModel):
         return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, PolicySource):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from policies import BackendView, ContextEstimate, DropReason, RequestFacts, RouterParams, drop_reason
 from policies.profile import names
+from proxy.config.clientrules import CLIENT_RULES
 from proxy.config.problems import key_path
 
 if TYPE_CHECKING:
@@ -200,10 +201,10 @@ def listeners_apart(config: Config) -> Iterator[str]:
 
 def keys_beyond_loopback(config: Config) -> Iterator[str]:
     server = config.server
-    if not (is_loopback(server.host) or server.keys or server.allow_unauthenticated):
+    if not (is_loopback(server.host) or server.keys or server.store or server.allow_unauthenticated):
         yield (
             f'server.host: "{server.host}" can be reached from other machines, and without keys anyone '
-            'there could use the backends: add [[server.keys]], or bind to "127.0.0.1", or accept it with '
+            'there could use the backends: add [[server.keys]] or server.store, or bind to "127.0.0.1", or accept it with '
             "allow_unauthenticated = true"
         )
 
@@ -215,28 +216,6 @@ def admin_key_beyond_loopback(config: Config) -> Iterator[str]:
             f'admin.host: "{admin.host}" can be reached from other machines, and whoever reaches it '
             'could drain backends: set admin.key, or bind to "127.0.0.1"'
         )
-
-
-def key_forms(config: Config) -> Iterator[str]:
-    for index, key in enumerate(config.server.keys):
-        if (key.key is None) == (key.sha256 is None):
-            yield f"server.keys[{index}]: give either key or sha256, and not both"
-
-
-def key_twins(config: Config) -> Iterator[str]:
-    for index, key in enumerate(config.server.keys):
-        for first, other in enumerate(config.server.keys[:index]):
-            if other.name == key.name:
-                yield f'server.keys[{index}].name: "{key.name}" is already the name of server.keys[{first}]'
-            if key.digest and other.digest == key.digest:
-                yield f"server.keys[{index}]: the same key as server.keys[{first}], but another tenant"
-
-
-def admin_key_is_its_own(config: Config) -> Iterator[str]:
-    key = config.admin.key
-    for index, client in enumerate(config.server.keys):
-        if key is not None and client.digest == key.digest:
-            yield f"admin.key: the same key as server.keys[{index}]: a client could drain backends"
 
 
 def metrics_somewhere(config: Config) -> Iterator[str]:
@@ -303,9 +282,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("server",), uvloop_is_there),
     (("server",), keys_beyond_loopback),
     (("admin",), admin_key_beyond_loopback),
-    (("server",), key_forms),
-    (("server",), key_twins),
-    (("server", "admin"), admin_key_is_its_own),
+    *CLIENT_RULES,
     (("admin",), metrics_somewhere),
     (("timeouts", "backends"), timeouts_in_order),
 )

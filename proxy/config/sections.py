@@ -25,6 +25,7 @@ from policies.params import PolicyParams
 from policies.profile import Profile
 from policies.progress import ProgressParams
 from proxy.config import rules
+from proxy.config.clients import Allowed, ApiKey, Price, Tenant, ToolFormatName
 from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
 from proxy.config.values import (
     AbsolutePath,
@@ -36,7 +37,6 @@ from proxy.config.values import (
     CertificateFile,
     Count,
     CountOrNone,
-    Digest,
     HeaderName,
     HostName,
     JsonTable,
@@ -48,12 +48,10 @@ from proxy.config.values import (
     SecondsOrOff,
     SecretRef,
     Share,
+    StoreFile,
     Tokens,
-    Weight,
-    Whole,
 )
 
-ToolFormatName = Literal["openai", "xml", "json"]
 ReasoningName = Literal["backend", "reasoning", "reasoning_content", "both"]
 
 
@@ -70,23 +68,6 @@ SESSION_HEADERS = (
 """Where clients and agents say which conversation a request belongs to."""
 
 
-class ApiKey(Section):
-    """One client. Its name is the tenant in records; the key is compared by hash and never kept. weight: its part of
-    the fair share. priority: of its requests in the queue, the highest that they may ask for."""
-
-    name: Name
-    key: SecretRef | None = None
-    sha256: Digest | None = None
-    tool_format: ToolFormatName | None = None
-    weight: Weight = 1.0
-    priority: Whole = 0
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the key, hex. A loaded configuration has one for every key (rule `key_forms`)."""
-        return self.key.digest if self.key is not None else self.sha256 or ""
-
-
 class Server(Section):
     """The listener that clients talk to."""
 
@@ -101,6 +82,7 @@ class Server(Section):
     drain_timeout: Seconds = 30.0
     cors_origins: Array[Origin] = ()
     keys: Array[ApiKey] = ()
+    store: StoreFile | None = None
     allow_unauthenticated: bool = False
     public_paths: Array[AbsolutePath] = ("/health", "/ready", "/version", "/metrics")
     session_headers: Array[HeaderName] = SESSION_HEADERS
@@ -229,6 +211,8 @@ class Model(Section):
     response_model: Literal["backend", "public"] | None = None
     tool_format: ToolFormatName | None = None
     reasoning: ReasoningName | None = None
+    limits: Allowed = Allowed()
+    price: Price = Price()
     defaults: JsonTable = Field(default_factory=dict)
     overrides: JsonTable = Field(default_factory=dict)
 
@@ -303,6 +287,7 @@ class Config(Section):
     tiers: Annotated[dict[Name, TierConfig], BeforeValidator(with_built_in_tiers)] = Field(
         default_factory=lambda: dict(BUILT_IN_TIERS)
     )
+    tenants: Annotated[dict[Name, Tenant], Field(default_factory=dict)]
     policy: Policy = Policy()
     timeouts: Timeouts = Timeouts()
     pool: Pool = Pool()
@@ -364,8 +349,9 @@ class Config(Section):
     @cached_property
     def policy_params(self) -> PolicyParams:
         """Everything that decides, in one value."""
-        weights = tuple((key.name, key.weight) for key in self.server.keys if key.weight != 1.0)
-        return self.policy.params(weights)
+        weights = {key.of_tenant: key.weight for key in self.server.keys if key.weight != 1.0}
+        weights |= {name: one.weight for name, one in self.tenants.items() if one.weight is not None}
+        return self.policy.params(tuple(weights.items()))
 
     @cached_property
     def policy_digest(self) -> str:

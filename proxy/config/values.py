@@ -68,6 +68,7 @@ Factor = Annotated[float, _quantity(float, "a number, at least 0", 0)]
 Share = Annotated[float, _quantity(float, "a share, 0 to 1", 0, most=1)]
 AtLeastOne = Annotated[float, _quantity(float, "a number, at least 1", 1)]
 Weight = Annotated[float, _quantity(float, "a number above 0", 0, above=True)]
+Money = Annotated[float, _quantity(float, "an amount of money above 0", 0, above=True, most=1e9)]
 Whole = Annotated[int, _quantity(int, "a whole number, -9 to 9", -9, most=9)]
 Port = Annotated[int, _quantity(int, "a port, 0 to 65535 (0: any free one)", 0, most=65535)]
 
@@ -161,6 +162,16 @@ def _records(value: object, info: ValidationInfo) -> object:
 
 
 Records = Annotated[str, BeforeValidator(_records)]
+
+
+def _store_file(value: object, info: ValidationInfo) -> object:
+    """Where it is, not whether it is there: it is made when it is first used."""
+    if not isinstance(value, str) or not value:
+        raise expected("the path of a file")
+    return str(_context(info)[1] / value)
+
+
+StoreFile = Annotated[str, BeforeValidator(_store_file)]
 
 
 def _policy_name(value: object) -> object:

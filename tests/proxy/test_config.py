@@ -23,6 +23,7 @@ from proxy.config import (
     ConfigError,
     Model,
     Secret,
+    Tenant,
     effective,
     is_loopback,
     load,
@@ -362,7 +363,7 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:
 # (text added to BASE, the problems it makes)
 REACHABLE = (
     'server.host: "0.0.0.0" can be reached from other machines, and without keys anyone there could use the backends: '
-    'add [[server.keys]], or bind to "127.0.0.1", or accept it with allow_unauthenticated = true'
+    'add [[server.keys]] or server.store, or bind to "127.0.0.1", or accept it with allow_unauthenticated = true'
 )
 BROKEN_RULES: list[tuple[str, list[str]]] = [
     (
@@ -478,6 +479,33 @@ BROKEN_RULES: list[tuple[str, list[str]]] = [
             "server.keys[1]: the same key as server.keys[0], but another tenant",
             "admin.key: the same key as server.keys[0]: a client could drain backends",
             "admin.key: the same key as server.keys[1]: a client could drain backends",
+        ],
+    ),
+    (
+        '[[server.keys]]\nname = "a"\nkey = "env:K"\nmodels = ["qwn"]\n[tenants."t.u"]\ntiers = ["best"]',
+        [
+            'server.keys[0].models[0]: no model is named "qwn" (configured: "qwen")',
+            'tenants."t.u".tiers[0]: no tier is named "best" (configured: "exact", "balanced", "fast")',
+        ],
+    ),
+    (
+        '[models.nick]\nalias_of = "qwen"\nlimits.concurrent_requests = 1\nprice.prompt = 1',
+        [
+            "models.nick.limits: an alias shares those of its model: move them there, or drop them",
+            "models.nick.price: an alias shares those of its model: move them there, or drop them",
+        ],
+    ),
+    (
+        "[tenants.t]\nlimits.tokens_per_day = 5",
+        [
+            "tenants.t.limits.tokens_per_day: would begin anew at each restart: set server.store, where it is kept"
+        ],
+    ),
+    (
+        '[server]\nstore = "k.db"\n[tenants.t]\nlimits.cost_per_month = 5',
+        [
+            "tenants.t.limits.cost_per_month: no model has a price, so it could never be reached: set "
+            "models.NAME.price"
         ],
     ),
     (
@@ -649,7 +677,12 @@ def test_a_loaded_secret_shows_nowhere() -> None:
 
 def test_a_hash_is_shortened_where_it_is_printed() -> None:
     config = loads(BASE + f'[[server.keys]]\nname = "a"\nsha256 = "{"ab" * 32}"\n', {})
-    assert effective(config)["server"]["keys"] == [{"name": "a", "key": None, "sha256": "abababab…"}]  # type: ignore[index]
+    (shown,) = effective(config)["server"]["keys"]  # type: ignore[index]
+    assert {name: shown[name] for name in ("name", "key", "sha256")} == {
+        "name": "a",
+        "key": None,
+        "sha256": "abababab…",
+    }
     assert config.server.keys[0].digest == "ab" * 32
 
 
@@ -740,6 +773,7 @@ def default_of(path: str) -> str:
         "backends[].": Backend.model_construct(),
         "server.keys[].": ApiKey.model_construct(),
         "models.NAME.": Model(),
+        "tenants.NAME.": Tenant(),
         "tiers.NAME.": Config().tiers["fast"],
     }.items():
         if path.startswith(head):
@@ -800,7 +834,7 @@ def test_config_toml_names_every_key_with_its_default() -> None:
     section = ""
     for line in uncommented().splitlines():
         if header := re.match(r"\[+([^\]]+)\]", line):
-            section = re.sub(r"^(models|tiers)\..*", r"\1.NAME", header[1])
+            section = re.sub(r"^(models|tiers|tenants)\..*", r"\1.NAME", header[1])
             section += "[]" if line.startswith("[[") else ""
         elif setting := re.match(
             r"([a-z_.0-9]+) = .*#.*?\b(?:default (none|\S.*?)|(required))(?:: .*)?$", line

@@ -26,6 +26,11 @@ WARM_UP, COUNTED = 20, 10
 CALLS_A_REQUEST = 380
 CALLS_A_STREAM = 480
 CALLS_A_STREAM_WITH_TOOLS = 545
+CALLS_OF_A_KEY = 8
+CALLS_OF_LIMITS = 24
+
+KEY = "[server]\nport = 0\n[[server.keys]]\nname = 'k'\nkey = 'env:K'\n"
+LIMITS = "limits = { requests_per_minute = 100000, tokens_per_minute = 100000000, concurrent_requests = 9 }\n"
 
 
 class Count:
@@ -73,11 +78,12 @@ async def test_a_delta_like_the_last_one_costs_one_call_at_most(
 
 
 async def calls_each(gateway: Gateway, **body: Any) -> float:
+    headers = {"authorization": "Bearer sk-k"}
     for _ in range(WARM_UP):
-        await gateway.chat(**body)
+        await gateway.chat(headers=headers, **body)
     with counted() as count:
         for _ in range(COUNTED):
-            await gateway.chat(**body)
+            await gateway.chat(headers=headers, **body)
         await gateway.records.get(WARM_UP + COUNTED - 1)
     return count.calls / COUNTED
 
@@ -85,6 +91,17 @@ async def calls_each(gateway: Gateway, **body: Any) -> float:
 async def test_a_request_stays_below_its_ceiling(make_gateway: MakeGateway, backend: ScriptedBackend) -> None:
     gateway = await make_gateway(backend)
     assert 100 < await calls_each(gateway) <= CALLS_A_REQUEST
+
+
+async def test_a_key_and_its_limits_cost_a_few_calls(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    calls = [
+        await calls_each(await make_gateway(backend, config=config, env={"K": "sk-k"}))
+        for config in ("", KEY, KEY + LIMITS)
+    ]
+    assert calls[0] < calls[1] <= calls[0] + CALLS_OF_A_KEY
+    assert calls[1] < calls[2] <= calls[1] + CALLS_OF_LIMITS
 
 
 async def test_a_streamed_request_stays_below_its_ceiling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
@@ -16,8 +17,12 @@ from policies.retry import Failure
 from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
 from proxy.config import loads
 from proxy.errors import Ending, Hedged, Outcome
-from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Metrics
-from proxy.record import Record, Recorder, measures
+from proxy.keys import failures_counter
+from proxy.ledger import LocalLedger
+from proxy.limiter import Limiter
+from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Counter, Metrics
+from proxy.record import Record, measures
+from proxy.recorder import Recorder
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
@@ -102,12 +107,22 @@ def gone_on() -> Record:
     return record
 
 
+def limits() -> Iterator[Counter]:
+    """As the gateway's, with something in each."""
+    limiter = Limiter(LocalLedger(FakeClock()))
+    limiter._refused["key", "tokens_per_day"] = 1
+    limiter._charged["qwen"] = [5, 1]
+    yield from limiter.counters()
+    yield failures_counter(1)
+
+
 def everything() -> Metrics:
     """At least one sample of every metric."""
     metrics = observed(streamed(), streamed(Outcome.CANCELLED), gone_on())
     metrics.shed("fast", ShedReason.TOO_LATE)
     metrics.failed("fp8", Failure.CUT)
     metrics.waiting = lambda: {("fast", 0): 2}
+    metrics.counters = limits
     metrics.estimate_errors = lambda: [("qwen", ContentKind.CODE.value, 0.03)]
     metrics.decided(Decision("fp8", ChooseReason.LEAST_LOAD, (Drop("bf16", DropReason.UNHEALTHY),)))
     return metrics

@@ -14,14 +14,12 @@ from policies.types import Drop, DropReason
 from proxy.errors import Ending, Hedged, Outcome
 from proxy.record import (
     MAX_LINE_BYTES,
-    FileWriter,
     Measures,
     Record,
-    Recorder,
     line,
     measures,
-    write_all,
 )
+from proxy.recorder import FileWriter, Recorder, write_all
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
 from tests.fake_clock import FakeClock
@@ -172,8 +170,9 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "failures", "continuation", "hedge", "tenant", "session", "conversation",
-    "policy", "stream", "tools",
+    "drops", "attempts", "failures", "continuation", "hedge", "tenant",
+    "key", "limit", "reserved_tokens", "charged_tokens", "charged_by",
+    "session", "conversation", "policy", "stream", "tools",
     "outcome", "status",
     "error", "finish_reason", "tool_counts", "prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high",
     "prompt_tokens_error", "prompt_tokens", "completion_tokens", "cached_tokens", "cached_tokens_estimate",

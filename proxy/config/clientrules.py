@@ -1,0 +1,98 @@
+"""What must hold between keys, tenants, models and limits. As `rules`, which knows these, says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from policies.limits import BUDGETS, COSTS
+from proxy.config.problems import key_path
+
+if TYPE_CHECKING:
+    from proxy.config.clients import Allowed, KeySettings
+    from proxy.config.sections import Config
+
+
+def key_forms(config: Config) -> Iterator[str]:
+    for index, key in enumerate(config.server.keys):
+        if (key.key is None) == (key.sha256 is None):
+            yield f"server.keys[{index}]: give either key or sha256, and not both"
+
+
+def key_twins(config: Config) -> Iterator[str]:
+    for index, key in enumerate(config.server.keys):
+        for first, other in enumerate(config.server.keys[:index]):
+            if other.name == key.name:
+                yield f'server.keys[{index}].name: "{key.name}" is already the name of server.keys[{first}]'
+            if key.digest and other.digest == key.digest:
+                yield f"server.keys[{index}]: the same key as server.keys[{first}], but another tenant"
+
+
+def admin_key_is_its_own(config: Config) -> Iterator[str]:
+    key = config.admin.key
+    for index, client in enumerate(config.server.keys):
+        if key is not None and client.digest == key.digest:
+            yield f"admin.key: the same key as server.keys[{index}]: a client could drain backends"
+
+
+def _settings(config: Config) -> Iterator[tuple[str, KeySettings]]:
+    for index, key in enumerate(config.server.keys):
+        yield f"server.keys[{index}]", key
+    for name, tenant in config.tenants.items():
+        yield key_path(("tenants", name)), tenant
+
+
+def _limits(config: Config) -> Iterator[tuple[str, Allowed]]:
+    for path, settings in _settings(config):
+        yield f"{path}.limits", settings.limits
+    for name, model in config.models.items():
+        yield f"{key_path(('models', name))}.limits", model.limits
+
+
+def clients_models_and_tiers_exist(config: Config) -> Iterator[str]:
+    """A name that nobody serves would lock a client out without a word."""
+    for path, settings in _settings(config):
+        for kind, names, known in (
+            ("model", settings.models, config.routes),
+            ("tier", settings.tiers, config.tiers),
+        ):
+            have = ", ".join(f'"{one}"' for one in known) or "none"
+            for index, name in enumerate(names):
+                if name not in known:
+                    yield f'{path}.{kind}s[{index}]: no {kind} is named "{name}" (configured: {have})'
+
+
+def aliases_have_no_limits(config: Config) -> Iterator[str]:
+    for name, model in config.models.items():
+        if model.alias_of is not None:
+            for key in ("limits", "price"):
+                if getattr(model, key) != type(model).model_fields[key].default:
+                    path = key_path(("models", name, key))
+                    yield f"{path}: an alias shares those of its model: move them there, or drop them"
+
+
+def budgets_are_kept(config: Config) -> Iterator[str]:
+    for path, limits in _limits(config):
+        for kind in BUDGETS:
+            if getattr(limits, kind) is not None and config.server.store is None:
+                yield f"{path}.{kind}: would begin anew at each restart: set server.store, where it is kept"
+
+
+def money_has_a_price(config: Config) -> Iterator[str]:
+    if any(model.price.prompt or model.price.completion for model in config.models.values()):
+        return
+    for path, limits in _limits(config):
+        for kind in sorted(COSTS):
+            if getattr(limits, kind) is not None:
+                yield f"{path}.{kind}: no model has a price, so it could never be reached: set models.NAME.price"
+
+
+CLIENT_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[str]]], ...] = (
+    (("server",), key_forms),
+    (("server",), key_twins),
+    (("server", "admin"), admin_key_is_its_own),
+    (("server", "tenants", "models", "tiers"), clients_models_and_tiers_exist),
+    (("models",), aliases_have_no_limits),
+    (("server", "tenants", "models"), budgets_are_kept),
+    (("server", "tenants", "models"), money_has_a_price),
+)
