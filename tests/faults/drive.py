@@ -67,6 +67,8 @@ gap = {GAP}
 total = {TOTAL}
 client_idle = 30
 keepalive_after = 0
+[models.tiny]
+limits = {{ requests_per_minute = 1000, tokens_per_minute = 1_000_000_000, concurrent_requests = 1000 }}
 """
 ON = '[tiers.balanced]\ncontinuation = "exact"\n'
 ONE = "limits.max_in_flight = 1\nlimits.kv_tokens = 100_000_000\nlimits.window_tokens = 10_000_000\n"

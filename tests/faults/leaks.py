@@ -4,9 +4,10 @@
     ...                                   # requests, with whatever end
     await leaks.none_left()               # everything is back at its start value, or AssertionError says what is not
 
-Counted: requests in hand, in-flight and context tokens (the pool's and the fleet's), who waits in line, the gate's
-futures, admission's books, connections to backends and from clients, tasks, timers, descriptors. Idle connections that
-wait for reuse are no leak; the check has the backends close them first, so that a descriptor more is one too many.
+Counted: requests in hand, what limits hold for them, in-flight and context tokens (the pool's and the fleet's), who waits
+in line, the gate's futures, admission's books, connections to backends and from clients, tasks, timers, descriptors. Idle
+connections that wait for reuse are no leak; the check has the backends close them first, so that a descriptor more is one
+too many.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Self
 
+from proxy.ledger import LocalLedger
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import Gateway
 from tests.proxy.scenes import eventually
@@ -60,6 +62,11 @@ def counts(gateway: Gateway) -> Counts:
         if app._server is not None
         else 0,
     }
+    ledger = app.gateway.limiter._ledger
+    assert isinstance(ledger, LocalLedger)
+    for name, account in ledger._accounts.items():
+        found[f"{name}: let in by limits"] = account.running
+        found[f"{name}: tokens held"] = account.held_tokens
     for name, backend in app.pool.backends.items():
         pool = backend.connections
         found[f"{name}: in flight"] = backend.in_flight

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from proxy.errors import Ending
+from proxy.errors import ChargedBy, Ending
 from tests.client import Response
 from tests.faults import page
 from tests.faults.drive import ARGUMENTS, CONNECT, FIRST, GAP, TEXT, THINKING, TOTAL, USAGE, Saw, play
@@ -36,7 +36,20 @@ async def test_a_cell_comes_to_the_end_that_the_table_says(
 ) -> None:
     saw = await play(cell, make_gateway, tmp_path)
     ENDS[cell.end](cell, saw)
+    _charged(cell, saw)
     assert saw.seconds <= _limit(cell), "longer than the limits of one attempt allow"
+
+
+def _charged(cell: Cell, saw: Saw) -> None:
+    """What limits were charged for it, once."""
+    record = saw.record
+    if cell.end in (End.SAME, End.OTHER, End.GOES_ON):
+        assert (record.charged_tokens, record.charged_by) == (sum(USAGE), ChargedBy.USAGE)
+    elif cell.end in (End.ERROR, End.SHED) or record.dispatched_at is None:
+        assert (record.charged_tokens, record.charged_by) == (0, ChargedBy.NOTHING)
+    else:
+        assert record.charged_by in (ChargedBy.ESTIMATE, ChargedBy.USAGE)
+        assert (record.charged_tokens or 0) > 0
 
 
 # -- the ends --------------------------------------------------------------------------------------------------------

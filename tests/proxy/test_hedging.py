@@ -22,6 +22,7 @@ from tests.scripted import Chunk, Head, Raw, Reset, ScriptedBackend, Stall, Step
 
 HEDGE = "[tiers.fast]\nhedge = { after = 2.0, factor = 0.0, share = 0.05 }\n"
 CONFIG = QUIET + '[policy]\nname = "least_load"\ndefault_tier = "fast"\n'
+CONFIG += "[models.tiny]\nlimits = { tokens_per_minute = 1_000_000, concurrent_requests = 9 }\n"
 LIMITS = "[timeouts]\nfirst_token = 60\nfirst_token_per_1k_tokens = 0\ngap = 20\nkeepalive_after = 0\n"
 A_FIRST = {"b": "limits.max_in_flight = 2"}
 HEDGED = [dialect for dialect in DIALECTS if dialect.path != "/v1/responses"]
@@ -108,6 +109,7 @@ async def test_the_second_answers_when_the_first_does_not_begin(
             "2",
             "retry",
         )
+        assert (await at.gateway.record()).charged_tokens, "once, for the one that answered"
         assert (await backend.closed()).by_peer, "the slow one stops generating"
         record = await at.record(Outcome.OK, attempts=2, hedge=Hedged.WON)
         assert (record.backend, record.hedged_to, record.failures) == ("b", "b", ())
