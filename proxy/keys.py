@@ -14,6 +14,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from policies.limits import Quota
 from proxy.access import Caller, Callers
@@ -90,9 +91,18 @@ class Keys:
             self._failing = False
         if found is not None:
             self._stored = found
-            self.configure(self._config)
+            await self._read_again()
             alive = sum(key.revoked is None for key in found)
             log.info("the store's keys changed: %d are not revoked", alive)
+
+    async def _read_again(self) -> None:
+        """In a thread, for thousands of keys take a while."""
+        config = self._config
+        made = await asyncio.to_thread(read, config, self._stored, self._secret)
+        if config is self._config:
+            self._apply(*made)
+        else:  # another configuration came meanwhile, and was put in force with the new keys
+            self.configure(self._config)
 
     async def _in_thread(self, store: Store, spent: Sequence[Spent]) -> list[StoredKey] | None:
         self._turning = asyncio.get_running_loop().run_in_executor(None, store.turn, spent)
@@ -123,7 +133,8 @@ def failures_counter(count: int) -> tuple[str, str, tuple[str, ...], list[tuple[
 
 
 def read(config: Config, stored: Sequence[StoredKey], secret: bytes) -> tuple[Callers, dict[str, Quota]]:
-    """Who has which key, and what each key, tenant and model is allowed."""
+    """Who has which key, and what each key, tenant and model is limited to. Keys with the same settings share what is made
+    of them: most do."""
     keys: list[tuple[bytes, Caller, float | None]] = []
     quotas = {f"model:{name}": model.limits.quota for name, model in config.models.items()}
     quotas |= {f"tenant:{name}": tenant.limits.quota for name, tenant in config.tenants.items()}
@@ -131,16 +142,23 @@ def read(config: Config, stored: Sequence[StoredKey], secret: bytes) -> tuple[Ca
         caller = _caller(config, key.name, key.of_tenant, key)
         keys.append((hash_of(key.digest, secret), caller, None))
         quotas[f"key:{key.name}"] = key.limits.quota
+    quotas = {name: quota for name, quota in quotas.items() if quota}
+    known: dict[tuple[str, str], tuple[Caller, Quota | None]] = {}
     for row in stored:
         if row.revoked is not None:
             continue
-        try:
-            settings = read_settings(row.settings, f"key {row.label}")
-        except ConfigError as error:
-            log.error("a key of the store lets nobody in: %s", error)
-            continue
-        caller = _caller(config, row.label, row.tenant, settings)
-        quotas[f"key:{row.label}"] = settings.limits.quota
+        like = row.tenant, repr(row.settings)
+        if like not in known:
+            try:
+                settings = read_settings(row.settings, f"key {row.label}")
+            except ConfigError as error:
+                log.error("a key of the store lets nobody in: %s", error)
+                continue
+            known[like] = _caller(config, row.label, row.tenant, settings), settings.limits.quota or None
+        caller, quota = known[like]
+        caller = replace(caller, ident=row.label)
+        if quota is not None:
+            quotas[f"key:{row.label}"] = quota
         for hashed, until in row.hashes:
             times = [time for time in (row.expires, until) if time is not None]
             keys.append((hashed, caller, min(times) if times else None))

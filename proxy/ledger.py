@@ -41,6 +41,7 @@ class LocalLedger:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._quotas: Mapping[str, Quota] = {}
         self._accounts: dict[str, Account] = {}
         self._together: dict[Names, tuple[Account, ...]] = {}
         self._kept: dict[tuple[str, str], Spent] = {}
@@ -54,20 +55,21 @@ class LocalLedger:
 
     def configure(self, quotas: Mapping[str, Quota]) -> None:
         self._leaving += self.changed()
-        before, self._accounts, self._together = self._accounts, {}, {}
-        for name, account in before.items():
+        self._quotas, self._together = quotas, {}
+        for name, account in tuple(self._accounts.items()):
             self._keep(name, account)
-            if account.running and name not in quotas:  # what runs will be settled
-                account.configure(Quota())
-                self._accounts[name] = account
-        for name, quota in quotas.items():
-            account = before.get(name) or Account(Quota())
-            account.configure(quota)
-            for budget in account.budgets:
-                row = self._kept.pop((name, budget.kind.value), None)
-                if row is not None:
-                    budget.resume(row.begins, row.spent)
-            self._accounts[name] = account
+            quota = quotas.get(name)
+            if quota is None and not account.running:
+                del self._accounts[name]
+            else:  # what runs will be settled
+                self._set(name, account, quota or Quota())
+
+    def _set(self, name: str, account: Account, quota: Quota) -> None:
+        account.configure(quota)
+        for budget in account.budgets:
+            row = self._kept.pop((name, budget.kind.value), None)
+            if row is not None:
+                budget.resume(row.begins, row.spent)
 
     def _keep(self, name: str, account: Account) -> None:
         for budget in account.budgets:
@@ -84,6 +86,11 @@ class LocalLedger:
         limits.settle(accounts, self._clock.now(), self._clock.wall(), ask, used)
 
     def _find(self, names: Names) -> tuple[Account, ...]:
+        """Accounts are made when they are first used: there may be thousands of keys."""
+        for name in names:
+            if name not in self._accounts:
+                self._accounts[name] = account = Account(Quota())
+                self._set(name, account, self._quotas[name])
         found = self._together[names] = tuple([self._accounts[name] for name in names])
         return found
 

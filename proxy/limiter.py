@@ -12,7 +12,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from policies.frozen import frozen
 from policies.limits import BUDGETS, COSTS, NOTHING, Amount, LimitKind, Quota, Refusal, Standing
@@ -64,7 +64,7 @@ class Limiter:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._names: frozenset[str] = frozenset()
+        self._names: Set[str] = frozenset()
         self.active = False
         """Something is limited."""
         self._paying: dict[tuple[str | None, str], Names] = {}
@@ -76,11 +76,11 @@ class Limiter:
         """By model: tokens by usage, and by estimate."""
 
     def configure(self, config: Config, quotas: Mapping[str, Quota]) -> None:
-        """Limits, prices and reserve from now on. quotas: of `key:NAME`, `tenant:NAME` and `model:NAME`."""
-        limited = {name: quota for name, quota in quotas.items() if quota}
-        self._ledger.configure(limited)
-        self._names = frozenset(limited)
-        self.active = bool(limited)
+        """Limits, prices and reserve from now on. quotas: of `key:NAME`, `tenant:NAME` and `model:NAME`;
+        who is not limited is not there."""
+        self._ledger.configure(quotas)
+        self._names = quotas.keys()
+        self.active = bool(quotas)
         self._paying = {}
         self._rates = {name: rate(model.price) for name, model in config.models.items()}
         self._reserve = config.policy.output_reserve_tokens

@@ -64,9 +64,8 @@ def counts(gateway: Gateway) -> Counts:
     }
     ledger = app.gateway.limiter._ledger
     assert isinstance(ledger, LocalLedger)
-    for name, account in ledger._accounts.items():
-        found[f"{name}: let in by limits"] = account.running
-        found[f"{name}: tokens held"] = account.held_tokens
+    found["let in by limits"] = sum(account.running for account in ledger._accounts.values())
+    found["tokens held by limits"] = sum(account.held_tokens for account in ledger._accounts.values())
     for name, backend in app.pool.backends.items():
         pool = backend.connections
         found[f"{name}: in flight"] = backend.in_flight

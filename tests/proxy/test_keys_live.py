@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -257,3 +257,22 @@ async def test_tenants_of_the_file_change_with_a_reload(
     app.configure(changed)
     assert (await gateway.chat(headers=key)).status == 404
     assert (await gateway.chat(model="other", headers=key)).status == 200
+
+
+async def test_a_reload_while_changed_keys_are_read_loses_neither(
+    make_gateway: MakeGateway, backend: ScriptedBackend, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await make_gateway(backend, config=STORE + MODELS, per_backend=REFERENCE)
+    app = gateway.app
+    key = bearer(make_key(gateway, store))
+    changed = app.config.model_copy(update={"tenants": {"team": Tenant(models=("other",))}})
+
+    async def slowly(read: Callable[..., object], *arguments: object) -> object:
+        made = read(*arguments)
+        app.configure(changed)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr("proxy.keys.asyncio.to_thread", slowly)
+        await app.keys.turn()
+    assert [(await gateway.chat(model=name, headers=key)).status for name in ("tiny", "other")] == [404, 200]
