@@ -47,6 +47,9 @@ SOONEST = 0.01
 LATE_FACTOR, IN_TIME, LEAST_TRUST = 0.7, 0.002, 0.1
 """What trust in predicted waits is multiplied by when one was wrong, what each right one adds, and its least: about one
 in a hundred is wrong where waits are long."""
+AIM, SPENT_FACTOR = 0.7, 0.85
+"""Beyond this share of the time until it must start, a start is in time by luck: what it takes from there varies. Trust is
+multiplied by the second."""
 RATE_SECONDS = 20.0
 """Over how long the rate at which the line moves is averaged."""
 
@@ -368,8 +371,10 @@ class Admission:
                     out.append((one.id, self._refuse(now, one, ShedReason.NO_BACKEND, decision)))
                     break
                 if go is not None:
-                    if now <= one.due:
+                    if now <= one.since + AIM * (one.due - one.since):
                         self._trust = min(1.0, self._trust + IN_TIME)
+                    elif now <= one.due:
+                        self._trust = max(LEAST_TRUST, self._trust * SPENT_FACTOR)
                     self._remove(one, served=True)
                     out.append((one.id, go))
                     break

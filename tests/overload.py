@@ -7,7 +7,7 @@ On a clock that moves only when everybody waits, so that it is the gateway that 
 does: times are those of decisions and waits, computing takes none (`tests.agreement` compares it with the simulation).
 Requests come on their own, whether or not earlier ones were answered, and do not come again. Prints, for each load: those
 answered and their time to first token, those turned away and how soon, and how many a second were within the SLO (first
-token within 2 s, 50 ms a token). Exit code 1 when, at the highest load, the p95 of the first token is beyond the SLO, the
+token within 2 s, 50 ms a token). Exit code 1 when, at the highest load, the p95 of the first token is beyond 1.9 s, the
 p99 of a refusal beyond 50 ms, or the SLO is met less often than 0.9 × at the lowest.
 """
 
@@ -41,11 +41,11 @@ class Seen:
     other: list[str] = field(default_factory=list)
 
 
-def turns(rate: float, seconds: float) -> list[Turn]:
+def turns(rate: float, seconds: float, seed: int = 1) -> list[Turn]:
     """As many first turns of conversations as come in this time, in order."""
-    drawn = SHAPES["chat"].traffic(rate, Random(1), seconds=seconds)
+    drawn = SHAPES["chat"].traffic(rate, Random(seed), seconds=seconds)
     found = [turn for conversation in drawn.conversations for turn in conversation.turns]
-    Random(2).shuffle(found)
+    Random(seed + 1).shuffle(found)
     return found
 
 
@@ -87,15 +87,15 @@ async def one(
     seen.met += first - sent <= TTFT and tpot <= TPOT
 
 
-async def load(clock: IdleClock, rate: float, seconds: float) -> Seen:
-    seen, rng = Seen(), Random(3)
+async def load(clock: IdleClock, rate: float, seconds: float, seed: int = 1) -> Seen:
+    seen, rng = Seen(), Random(seed + 2)
     async with fleet(clock) as app:
         await clock.sleep(3.0)  # the first polls
         url = f"http://127.0.0.1:{app.port}/v1/completions"
         async with client_session() as session:
             due, tasks = clock.now(), []
             end = due + seconds
-            for number, turn in enumerate(turns(rate * 3, seconds * 2)):
+            for number, turn in enumerate(turns(rate * 3, seconds * 2, seed)):
                 due += rng.expovariate(rate)
                 if due > end:
                     break
@@ -115,12 +115,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second that are capacity")
     parser.add_argument("--factor", type=float, action="append", help="of it; several times")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     print("| load | answered | TTFT p50 | p95 | shed | p50 | p99 | met/s | peak RSS | else |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     runs = []
     for factor in options.factor or [1.0, 3.0]:
-        seen = on_idle_clock(partial(load, rate=options.rate * factor, seconds=options.seconds))
+        seen = on_idle_clock(
+            partial(load, rate=options.rate * factor, seconds=options.seconds, seed=options.seed)
+        )
         runs.append(seen)
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         print(
@@ -130,7 +133,7 @@ def main() -> None:
             flush=True,
         )
     least, most = runs[0], runs[-1]
-    late = quantile(most.ttft, 0.95) > TTFT
+    late = quantile(most.ttft, 0.95) > 0.95 * TTFT
     slow = bool(most.shed) and quantile(most.shed, 0.99) > SHED
     fewer = most.met < 0.9 * least.met
     sys.exit(late or slow or fewer or bool(most.other) or most.silent > 0)

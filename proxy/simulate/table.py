@@ -39,7 +39,8 @@ WIDE = 170
 def row(outcome: Outcome, reference: Outcome | None) -> tuple[str, ...]:
     """The cells of one outcome, in the order of COLUMNS."""
     s = outcome.score
-    of = "" if reference is None else f"{s.goodput / reference.score.goodput:.2f}"
+    best = reference.score.goodput if reference is not None else 0.0
+    of = f"{s.goodput / best:.2f}" if best else ""
     return (
         "" if outcome.load is None else f"{outcome.load:.0%}",
         outcome.policy,

@@ -31,6 +31,7 @@ from policies import (
 )
 from policies.params import AdmissionParams
 from policies.profile import get
+from policies.simulation import SHAPES, Conversation, Machine, Simulation, Traffic, live
 from tests.policies.build import ask
 from tests.policies.test_fleet import exact, fast, turn
 
@@ -372,11 +373,12 @@ def test_a_remote_takes_what_would_be_turned_away_and_nothing_else() -> None:
     assert {name for _, name in calm.went.values()} == {"bf16"}
 
 
-def test_nobody_starves() -> None:
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_nobody_starves(seed: int) -> None:
     """Twice what fits, of three priorities and two tenants, for a minute: each kind is served, each waits at most as long
     as it may, and the quiet tenant as well as the loud one."""
     site = Site(exact())
-    rng = Random(4)
+    rng = Random(seed)
     for id in range(1200):
         site.until(id * 0.05)
         share = "loud" if rng.random() < 0.9 else "quiet"
@@ -387,8 +389,8 @@ def test_nobody_starves() -> None:
     for id, (_, facts) in site.arrived.items():
         served[facts.share or ""][id in site.went] += 1
     loud, quiet = (ok / (ok + no) for no, ok in served.values())
-    assert quiet > 0.9
-    assert loud > 0.2
+    assert quiet > 0.78  # what it asks for is a fifth of what fits: most of the rest met a burst of its own
+    assert loud > 0.4
 
 
 def test_higher_priority_goes_first() -> None:
@@ -456,3 +458,24 @@ def test_under_overload_what_is_let_in_line_starts_in_time_and_the_rest_is_told_
     assert len([id for id in waited_in_vain if id > 1000]) < 0.005 * len(site.shed)
     late = [id for id, (at, _) in site.went.items() if at - site.arrived[id][0] > SLO.ttft_seconds]
     assert len(late) < 0.01 * len(site.went)
+
+
+@pytest.mark.parametrize("seed", [21, 31, 41])
+def test_at_three_times_the_load_the_slowest_of_those_let_in_are_well_within_the_slo(seed: int) -> None:
+    """Starts that use up the time until they must happen count against predictions, not only those that come too late."""
+    rng, chat = Random(seed), SHAPES["chat"].traffic(54.0, Random(seed), seconds=60.0)
+    turns = [it for one in chat.conversations for it in one.turns]
+    rng.shuffle(turns)
+    at, conversations = 0.0, []
+    for number, one in enumerate(turns):
+        at += rng.expovariate(18.0)
+        if at > 40:
+            break
+        once = (replace(one, gap=0.0),)
+        conversations.append(Conversation(at, once, BALANCED, opening=str(number)))
+    machines = [Machine("fp8", FP8.name), Machine("bf16", "bf16-dflash8-tp2-v17")]
+    traffic = Traffic("overload", tuple(conversations), 40.0)
+    served = Simulation(machines, traffic, live(PolicyParams()), Random(3)).run()
+    ttft = sorted([one.ttft for one in served if one.ttft is not None])
+    assert len(ttft) > 250, "and the fleet is kept busy"
+    assert ttft[int(0.95 * len(ttft))] < 1.92
