@@ -18,7 +18,7 @@ import json
 import selectors
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ import uvloop
 
 from policies import PolicyParams
 from policies.engine import BLOCK_TOKENS
-from policies.simulation import SHAPES, Conversation, Machine, Served, Simulation, Traffic, Turn, live
+from policies.simulation import SHAPES, Client, Conversation, Machine, Served, Simulation, Traffic, Turn, live
 from proxy.app import App
 from proxy.clock import Timer
 from proxy.config import loads
@@ -170,6 +170,7 @@ class Live:
 
     ttft: list[tuple[float, float]] = field(default_factory=list)
     refused: int = 0
+    """Attempts."""
     cut: int = 0
     lag: list[float] = field(default_factory=list)
 
@@ -181,15 +182,39 @@ def block(number: int) -> bytes:
     return (seed * (size // len(seed) + 1))[:size]
 
 
-def prompt_of(turn: Turn, name: str) -> str:
-    """Exactly `turn.prompt` tokens, of which the whole blocks are those of the chain; then how long the answer is."""
-    steer = f"\n#sim tokens={max(1, turn.output - 1)} calls=0\n".encode()
-    size = turn.prompt * BYTES
-    full = turn.prompt // BLOCK_TOKENS
-    text = b"".join([block(number) for number in turn.chain[:full]])
+def prompts_of(turns: Sequence[Turn], name: str) -> Iterator[str]:
+    """Each turn's prompt: exactly its tokens, the last of which say how long the answer is.
+
+    Each begins with the whole of the one before, and what conversations share is the chain's. That the whole blocks
+    go on is not enough: the gateway's links are longer and end within a block that only the next turn fills.
+    """
+    longest = max(turns, key=lambda turn: turn.prompt)
+    size = longest.prompt * BYTES
+    text = bytearray().join([block(number) for number in longest.chain[: longest.prompt // BLOCK_TOKENS]])
     filler = (name.encode() + b" ") * (BLOCK_TOKENS * BYTES // len(name) + 1)
     text += filler[: size - len(text)]
-    return (text[: max(0, size - len(steer))] + steer).decode()
+    for turn in turns:
+        steer = f"\n#sim tokens={max(1, turn.output - 1)} calls=0\n".encode()
+        end = turn.prompt * BYTES
+        text[end - len(steer) : end] = steer
+        yield text[:end].decode()
+
+
+async def ask(
+    app: App, session: aiohttp.ClientSession, clock: AnyClock, data: str, headers: dict[str, str]
+) -> tuple[float | None, float | None]:
+    """(when the first token of a whole answer came, None if there was none; Retry-After of a refusal, None if it was
+    none)."""
+    first, last = None, b""
+    url = f"http://127.0.0.1:{app.port}/v1/completions"
+    async with session.post(url, data=data, headers=headers) as response:
+        if response.status != 200:
+            return None, float(response.headers.get("retry-after", 0))
+        async for piece in response.content.iter_any():
+            if first is None and b'"text"' in piece:
+                first = clock.now()
+            last = piece
+    return (first if b"[DONE]" in last else None), None
 
 
 async def converse(
@@ -201,43 +226,41 @@ async def converse(
     found: Live,
     until: float,
 ) -> None:
-    """One conversation, as the simulation's clients have it, up to the turns that come before `until`."""
-    zero, ended = 1000.0, 0.0
+    """One conversation, as the simulation's clients have it, up to the turns that come before `until`: who is refused
+    comes again, and gives up after so many times."""
+    zero, ended, client = 1000.0, 0.0, Client()
+    headers = {"content-type": "application/json", "x-quality-tier": one.tier.name}
+    if one.identity is not None:
+        headers["x-session-id"] = one.identity
+    prompts = prompts_of(one.turns, f"c{number}")
     for place, turn in enumerate(one.turns):
         due = max(zero + turn.at, ended + turn.gap) if place else zero + one.start
         if due > until:  # counts no more, and nothing that counts comes after it
             return
         await clock.sleep(max(0.0, due - clock.now()))
-        headers = {"x-quality-tier": one.tier.name}
-        if one.identity is not None:
-            headers["x-session-id"] = one.identity
         body = {
             "model": "m",
-            "prompt": prompt_of(turn, f"c{number}"),
+            "prompt": next(prompts),
             "max_tokens": max(turn.allowed, turn.output),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         data = json.dumps(body)
-        sent = clock.now()
+        arrived = sent = clock.now()
         found.lag.append(sent - due)
-        first = None
-        async with session.post(
-            f"http://127.0.0.1:{app.port}/v1/completions",
-            data=data,
-            headers={"content-type": "application/json", **headers},
-        ) as response:
-            if response.status != 200:
-                found.refused += 1
-                return
-            async for piece in response.content.iter_any():
-                if first is None and b'"text"' in piece:
-                    first = clock.now()
-                last = piece
-            if first is None or b"[DONE]" not in last:
-                found.cut += 1
-                return
-        found.ttft.append((sent - zero, first - sent))
+        first, after = await ask(app, session, clock, data, headers)
+        for _ in range(client.retries):
+            if after is None:
+                break
+            found.refused += 1
+            await clock.sleep(max(after, client.backoff))
+            sent = clock.now()
+            first, after = await ask(app, session, clock, data, headers)
+        if first is None:
+            found.refused += after is not None
+            found.cut += after is None
+            return
+        found.ttft.append((arrived - zero, first - sent))
         ended = clock.now()
 
 
@@ -347,17 +370,15 @@ def main() -> None:
     parser.add_argument("--records", type=Path)
     options = parser.parse_args()
     traffic = traffic_of(options.shape, options.rate, options.requests, options.warm_up, options.seed)
-    simulated = [
-        s.ttft
-        for s in run_simulated(traffic)
-        if s.ttft is not None and traffic.warm_up <= s.arrived < traffic.seconds
-    ]
+    served = [s for s in run_simulated(traffic) if s.arrived < traffic.seconds]
+    simulated = [s.ttft for s in served if s.ttft is not None and traffic.warm_up <= s.arrived]
     found = measure(traffic, options.scale, options.records)
     measured = [ttft for at, ttft in found.ttft if traffic.warm_up <= at < traffic.seconds]
     worst = 0.0
     print(
-        f"{options.shape} at {options.rate:g}/s: {len(simulated)} simulated, {len(measured)} live, "
-        f"{found.refused} refused, {found.cut} cut; clients late by {quantile(found.lag, 0.95) * 1e3:.1f} ms (p95)"
+        f"{options.shape} at {options.rate:g}/s: {len(simulated)} simulated, {len(measured)} live; refused "
+        f"{sum(s.shed for s in served)} and {found.refused}; {found.cut} cut; clients late by "
+        f"{quantile(found.lag, 0.95) * 1e3:.1f} ms (p95)"
     )
     for q in (0.5, 0.95):
         one, other = quantile([t for t in simulated if t is not None], q), quantile(measured, q)

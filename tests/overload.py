@@ -25,7 +25,7 @@ from random import Random
 import aiohttp
 
 from policies.simulation import SHAPES, Turn
-from tests.agreement import IdleClock, client_session, fleet, on_idle_clock, prompt_of, quantile
+from tests.agreement import IdleClock, client_session, fleet, on_idle_clock, prompts_of, quantile
 
 TTFT, TPOT, SHED = 2.0, 0.05, 0.05
 
@@ -58,7 +58,12 @@ async def one(
     seen: Seen,
     tier: str = "balanced",
 ) -> None:
-    body = {"model": "m", "prompt": prompt_of(turn, f"c{number}"), "stream": True, "max_tokens": turn.output}
+    body = {
+        "model": "m",
+        "prompt": next(prompts_of([turn], f"c{number}")),
+        "stream": True,
+        "max_tokens": turn.output,
+    }
     data, sent = json.dumps(body), clock.now()
     headers = {"content-type": "application/json", "x-quality-tier": tier}
     try:

@@ -3,8 +3,8 @@
 Rules: pure. `read` gives an `Ask` or raises `Refused` with vLLM's status and body. Fields that the simulator
 does not model are ignored, as are unknown ones.
 
-A line `#sim key=value …` in the last user message (or prompt) steers the answer: `tokens` (of content), `think`
-(of reasoning), `calls` (how many tool calls; 0 for none), `text` (the content itself, `_` for a space).
+The last line `#sim key=value …` in the last user message (or prompt) steers the answer: `tokens` (of content),
+`think` (of reasoning), `calls` (how many tool calls; 0 for none), `text` (the content itself, `_` for a space).
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def read(
 
 
 def steering(text: str) -> dict[str, str]:
-    """What a `#sim` line in `text` says."""
-    found = _STEER.search(text)
-    return dict(pair.split("=", 1) for pair in found[1].split()) if found else {}
+    """What the last `#sim` line in `text` says."""
+    found = _STEER.findall(text)
+    return dict(pair.split("=", 1) for pair in found[-1].split()) if found else {}
 
 
 def fit(tokens: int, window: int) -> None:

@@ -178,6 +178,13 @@ async def test_a_json_schema_is_kept_and_a_stop_string_stops() -> None:
         assert choice["finish_reason"] == "stop"
 
 
+async def test_of_several_lines_that_steer_the_last_one_counts() -> None:
+    """A prompt of a completion holds those of the turns before."""
+    async with running() as sim:
+        got = await sim.chat("#sim tokens=9 text=one\nhi\n#sim think=0 text=two\nhi")
+        assert got.json["choices"][0]["message"]["content"].strip() == "two"
+
+
 async def test_ignore_eos_generates_to_the_limit() -> None:
     async with running() as sim:
         usage = (await sim.chat("hi", max_tokens=333, ignore_eos=True)).json["usage"]
