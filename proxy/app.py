@@ -112,7 +112,7 @@ class App:
         self.metrics.counters = self._counters
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
         self.metrics.estimate_errors = self._estimate_errors
-        self.health = HealthPoller(config, self.clock, self.pool)
+        self.health = HealthPoller(config, self.clock, self.pool, Random(rng.getrandbits(64)))
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
         self._sites: list[web.TCPSite] = []

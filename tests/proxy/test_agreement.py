@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
+from policies import Fleet, Polled
 from policies.engine import BLOCK_TOKENS
 from policies.simulation import SHAPES, Conversation
 from proxy.sim.ask import steering
 from proxy.wire.errors import Api
 from proxy.wire.prefix import Prefix, read_prefix
 from proxy.wire.request import read_request
-from tests.agreement import BYTES, IdleClock, Live, client_session, converse, on_idle_clock, prompts_of
+from tests.agreement import BYTES, IdleClock, Live, client_session, converse, fleet, on_idle_clock, prompts_of
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -102,3 +103,25 @@ def test_a_client_who_is_refused_comes_again_as_the_simulations_does(
     assert (len(found.ttft), found.refused, found.cut) == (answered, refused, 0)
     assert came == [1000.0 + 3.0 * n for n in range(refused + answered)]
     assert found.ttft == [(0.0, 0.0)] * answered
+
+
+def test_a_gateway_with_the_same_chance_polls_at_the_same_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no live run is like another."""
+    polls: list[tuple[str, float]] = []
+    polled = Fleet.polled
+
+    def noted(self: Fleet, now: float, name: str, numbers: Polled) -> None:
+        polls.append((name, now))
+        polled(self, now, name, numbers)
+
+    monkeypatch.setattr(Fleet, "polled", noted)
+
+    async def idle(clock: IdleClock) -> list[tuple[str, float]]:
+        polls.clear()
+        async with fleet(clock):
+            await clock.sleep(20.0)
+        return sorted(polls)
+
+    first = on_idle_clock(idle)
+    assert len(first) >= 18
+    assert on_idle_clock(idle) == first
