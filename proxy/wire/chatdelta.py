@@ -83,11 +83,6 @@ class ChatStream:
         self.waiting = False
         """A chunk with a finish_reason waits for what follows."""
 
-    @property
-    def over(self) -> bool:
-        """Every choice was ended: `close` has nothing to say."""
-        return all(state.over for state in self.choices.values())
-
     def feed(self, chunk: dict[str, Any], raw: object) -> list[object] | Pass:
         choices = chunk.get("choices")
         out: list[object] = []

@@ -154,10 +154,6 @@ class ToolEngine:
 
     def _steer(self, text: str) -> list[Event] | Pass:
         """Content that needs a look; then chooses the shortest way for the next."""
-        odd = self._stream or self._thinking.held or self._joiner.half or SURROGATE.search(text)
-        if not odd and self._text.passes(text):
-            self._quick, self._reader = self._text.idle, None
-            return PASS
         found = self._slow_content(text)
         self._aim()
         return found

@@ -110,7 +110,7 @@ class Counters:
 
     def repaired(self) -> int:
         """All repairs, whatever the kind."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name.startswith("repaired_"))
+        return sum(getattr(self, name) for name in _COUNTERS if name.startswith("repaired_"))
 
 
 _COUNTERS: Final = tuple(field.name for field in fields(Counters))

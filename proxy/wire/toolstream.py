@@ -168,12 +168,13 @@ class ToolChatStream(ChatStream):
         return self._take_end() + done if done else b""
 
     def closing(self) -> bytes:
-        return self._release() + self._take_end() + super().closing()
+        end = b"" if self.ended else self._take_end()  # else it went out before [DONE]
+        return self._release() + end + super().closing()
 
     def _take_end(self) -> bytes:
         """What the end of the choices makes of what was held."""
         end, self._end = self._end, b""
-        return end if self._repair.over else end + self._encode(self._repair.close())
+        return end + self._encode(self._repair.close())
 
     def flush(self) -> bytes:
         return b"" if self.lacks_call else self._encode(self._repair.cut())

@@ -107,8 +107,6 @@ class TextMachine(CallRunner):
 
     def finish(self, end: End) -> None:
         """The text ended, by itself or cut: everything held becomes something."""
-        if self.idle and not self._saying:
-            return
         self._run(self._held, end)
         rest, self._held = self._held, ""
         if self._xml is not None or (self._json is not None and self._json.tool is not None):
