@@ -118,9 +118,9 @@ class Connection:
         self._await_response()
         self._parser = httptools.HttpResponseParser(self)
 
-    async def read(self) -> Response:
-        """Until the response is complete or the connection ends."""
-        async with asyncio.timeout(DEADLINE):
+    async def read(self, within: float = DEADLINE) -> Response:
+        """Until the response is complete or the connection ends. within: seconds."""
+        async with asyncio.timeout(within):
             while not self.response.complete and await self._more():
                 pass
         return self.response
@@ -146,9 +146,9 @@ class Connection:
         async with asyncio.timeout(DEADLINE):
             await self._more()
 
-    async def read_until(self, needle: bytes) -> Response:
-        """Until the body holds `needle`."""
-        async with asyncio.timeout(DEADLINE):
+    async def read_until(self, needle: bytes, within: float = DEADLINE) -> Response:
+        """Until the body holds `needle`. within: seconds."""
+        async with asyncio.timeout(within):
             while needle not in self.response.body:
                 if self.response.complete or not await self._more():
                     raise AssertionError(f"{needle!r} did not come: {self.response}")

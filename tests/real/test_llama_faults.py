@@ -5,14 +5,13 @@ The server that is well is the second one: what has not begun is answered by it,
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.client import Connection, Response
+from tests.client import Connection
 from tests.proxy.dialects import CHAT_DIALECT
 from tests.real.conftest import StartLlama
 from tests.real.gateway import GatewayProcess
@@ -48,17 +47,6 @@ def fleet(
         assert "Traceback" not in gateway.complaints
 
 
-async def _until_closed(client: Connection) -> Response:
-    """The answer, however long it takes; `read` alone gives up after a while."""
-    async with asyncio.timeout(30):
-        while not client.response.complete and not client.closed_by_peer:
-            try:
-                await client.read_some()
-            except TimeoutError:
-                continue
-    return client.response
-
-
 async def _signal(server: LlamaServer, number: int) -> None:
     assert server.child is not None
     server.child.process.send_signal(number)
@@ -82,7 +70,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error(
         client.send(PATH, LONG | {"stream": True}, headers={"x-request-id": "begun"})
         await client.read_until(b" two")
         await _signal(server, number)
-        response = await _until_closed(client)
+        response = await client.read(within=30)
     if fault == "SIGSTOP":
         await _signal(server, signal.SIGCONT)
     CHAT_DIALECT.error_at_end(response)
@@ -101,7 +89,7 @@ async def test_what_has_not_begun_is_answered_by_the_other(
     async with await Connection.open(gateway.port) as client:
         body: dict[str, Any] = LONG | {"max_tokens": 20, "stream": stream}
         client.send(PATH, body, headers={"x-request-id": "not-begun"})
-        response = await _until_closed(client)
+        response = await client.read(within=30)
     if fault == "SIGSTOP":
         await _signal(server, signal.SIGCONT)
     assert response.status == 200
@@ -118,7 +106,7 @@ async def test_when_all_of_its_slots_are_taken_what_comes_waits_and_is_answered(
     clients = [await Connection.open(gateway.port) for _ in range(12)]
     for number, client in enumerate(clients):
         client.send(PATH, body, headers={"x-request-id": f"full-{number}"})
-    answers = [await _until_closed(client) for client in clients]
+    answers = [await client.read(within=30) for client in clients]
     for client in clients:
         client.close()
     for number, response in enumerate(answers):

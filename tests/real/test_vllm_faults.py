@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client import Connection, Response
+from tests.client import Connection
 from tests.proxy.dialects import CHAT_DIALECT
 from tests.real.conftest import start_or_give_up
 from tests.real.gateway import GatewayProcess
@@ -69,26 +69,6 @@ def gateway_of(up: VllmServer, llama: LlamaServer, folder: Path, *, gap: float =
     return GatewayProcess({"a": up, "b": llama}, config=config, per_backend={"a": MANY, "b": MANY})
 
 
-async def _read(client: Connection, seconds: float) -> Response:
-    """The answer, however long it takes; `read` alone gives up after a while."""
-    async with asyncio.timeout(seconds):
-        while not client.response.complete and not client.closed_by_peer:
-            try:
-                await client.read_some()
-            except TimeoutError:
-                continue
-    return client.response
-
-
-async def _until(client: Connection, needle: bytes, seconds: float = 240.0) -> None:
-    async with asyncio.timeout(seconds):
-        while needle not in client.response.body:
-            try:
-                await client.read_some()
-            except TimeoutError:
-                continue
-
-
 def _pid(server: VllmServer) -> int:
     assert server.child is not None
     return server.child.pid
@@ -115,7 +95,7 @@ async def test_when_its_queue_is_full_what_comes_waits_there_and_is_answered(
         for number, client in enumerate(clients):
             body = LONG | {"max_tokens": 30}
             client.send(PATH, body, headers={"x-request-id": f"full-{number}"})
-        answers = await asyncio.gather(*(_read(client, 300) for client in clients))
+        answers = await asyncio.gather(*(client.read(within=300) for client in clients))
         for number, response in enumerate(answers):
             assert response.events[-1] == "[DONE]", response.body[-300:]
             record = await gateway.record(f"full-{number}")
@@ -136,15 +116,15 @@ async def test_what_has_begun_ends_with_an_error_and_what_waits_is_answered_by_t
         begun = {name: await stack.enter_async_context(await Connection.open(gateway.port)) for name in names}
         for name, client in begun.items():
             client.send(PATH, LONG | {"max_tokens": 3500}, headers={"x-request-id": name})
-            await _until(client, b" two")
+            await client.read_until(b" two", within=240)
         waits = await stack.enter_async_context(await Connection.open(gateway.port))
         waits.send(PATH, LONG | {"max_tokens": 20}, headers={"x-request-id": f"{fault}-waits"})
         await up.until_running(AT_ONCE + 1, within=60.0)
         pid = _pid(up)
         break_it(up)
         try:
-            responses = {name: await _read(client, 120) for name, client in begun.items()}
-            answered = await _read(waits, 120)
+            responses = {name: await client.read(within=120) for name, client in begun.items()}
+            answered = await waits.read(within=120)
         finally:
             if fault == "SIGSTOP":
                 os.killpg(pid, signal.SIGCONT)
