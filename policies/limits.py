@@ -316,7 +316,7 @@ def micros(now: float) -> int:
 
 def enter(accounts: Sequence[Account], now: float, wall: float, ask: Amount) -> Refusal | None:
     """Let a request in that all of these pay for, and take what it asks. A refusal names the limit that frees last."""
-    at = round(now * MICROS)
+    at = micros(now)
     fits = True
     for account in accounts:
         fits = account.fits(at, wall, ask) and fits  # each is refilled

@@ -7,20 +7,14 @@ request needs a key at all is the caller's question.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from proxy.keystore import hash_of
+from proxy.keystore import digest, hash_of
 
 _BEARER = re.compile(r"[ \t]*bearer[ \t]+(\S+)[ \t]*", re.IGNORECASE | re.ASCII)
 _DIGEST = re.compile("[0-9a-f]{64}")
-
-
-def digest(key: str) -> str:
-    """sha256 in hex, as the configuration holds it. Bytes that are not UTF-8 hash as they came."""
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class KeyRing:

@@ -6,7 +6,6 @@ never read from argv, and nothing else is printed of it but its beginning. What 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -41,6 +40,8 @@ def hash_key(name: str) -> None:
 
     The key is read from stdin, or asked for on a terminal; never give it as an argument, where others see it.
     """
+    from proxy.keystore import digest
+
     if sys.stdin.isatty():
         key = click.prompt("Key", hide_input=True, err=True)
     else:
@@ -50,7 +51,7 @@ def hash_key(name: str) -> None:
         _fail("a key is visible ASCII characters without spaces, and at least one", USAGE)
     click.echo("[[server.keys]]")
     click.echo(f"name = {json.dumps(name)}")
-    click.echo(f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"')
+    click.echo(f'sha256 = "{digest(key)}"')
 
 
 @keys.command()

@@ -83,6 +83,11 @@ class Spent(NamedTuple):
     spent: int
 
 
+def digest(key: str) -> str:
+    """sha256 in hex, as the configuration holds it. Bytes that are not UTF-8 hash as they came."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def hash_of(sha256: str, secret: bytes) -> bytes:
     """The keyed hash of a key, from its sha256 in hex."""
     return hashlib.blake2b(sha256.encode(), key=secret, digest_size=32).digest()
@@ -219,7 +224,7 @@ class Store:
 
     def _new_hash(self, db: sqlite3.Connection, id: str, now: float) -> str:
         text = f"{PREFIX}{id}-{''.join(secrets.choice(_ALPHABET) for _ in range(SECRET_LETTERS))}"
-        hashed = hash_of(hashlib.sha256(text.encode()).hexdigest(), self.secret)
+        hashed = hash_of(digest(text), self.secret)
         db.execute("INSERT INTO hashes VALUES (?, ?, ?, NULL)", (hashed, id, now))
         return text
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from proxy.access import KeyRing, digest
+from proxy.access import KeyRing
+from proxy.keystore import digest
 
 RING = KeyRing([("alice", digest("sk-alice")), ("bob", digest("sk-bob").upper())])
 
