@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from proxy.wire.chatdelta import THOUGHTS
 from proxy.wire.sse import Splitter, fields
 from proxy.wire.streams import choice_index
 
@@ -38,7 +39,6 @@ _NEXT = re.compile(_KEY + rb"\[(\d{1,18}(?:,\d{1,18})*)\]")
 _GOES_ON = b'"finish_reason":null,'
 _FINISH = re.compile(rb'[{,]\s*"finish_reason"\s*:\s*"(\w+)"')
 _ABORTED = b'"abort"'
-_THOUGHTS = ("reasoning", "reasoning_content")
 _NOT_REPEATED = frozenset({"choices", "usage", "prompt_token_ids", "prompt_text"})
 
 
@@ -92,7 +92,7 @@ class Said:
     def _delta(self, delta: dict[str, Any]) -> None:
         if text := delta.get("content"):
             self._content.append(text)
-        thoughts = tuple(key for key in _THOUGHTS if delta.get(key))
+        thoughts = tuple(key for key in THOUGHTS if delta.get(key))
         if thoughts:
             self.thoughts = thoughts
             self._reasoning.append(delta[thoughts[0]])

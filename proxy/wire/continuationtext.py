@@ -23,7 +23,7 @@ from proxy.wire.continuation import Said
 from proxy.wire.continuationskip import Differs, Skip, reach_text
 from proxy.wire.errors import Api
 from proxy.wire.splice import Edit, apply, override
-from proxy.wire.streams import CompletionsStream, MalformedStream
+from proxy.wire.streams import ChatStream, CompletionsStream, MalformedStream
 from proxy.wire.toolcalls import ToolEngine
 from proxy.wire.toolstream import ToolChatStream, dumps
 
@@ -165,16 +165,11 @@ class Seam:
         return {**self._said.template, "choices": [{"index": 0, **choice, "finish_reason": finish}]}
 
 
-class TextLeg(ToolChatStream):
-    """Reads the continuing chat request's answer; what it forwards goes on with the client's stream."""
+class _Leg(ChatStream):
+    """Tells what comes as events of the client's stream, with the usage of all legs."""
 
-    __slots__ = ("_seam",)
-
-    def __init__(
-        self, seam: Seam, new_engine: Callable[[bool], ToolEngine], thoughts: tuple[str, ...]
-    ) -> None:
-        super().__init__(new_engine, ChatShape(reasoning=thoughts))
-        self._seam = seam
+    __slots__ = ()
+    _seam: Seam
 
     def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
         keep, _ = super()._read(payload)
@@ -186,13 +181,32 @@ class TextLeg(ToolChatStream):
         if not keep:
             return b""
         try:
-            told = self._seam.chunk(payload) if payload.get("choices") else self._seam.usage(self.usage)
+            told = self._told(payload) if payload.get("choices") else self._seam.usage(self.usage)
         except (Differs, TypeError, AttributeError) as differs:
             raise MalformedStream(str(differs)) from None
         return b"" if told is None else super()._forward(b"data: %b\n\n" % dumps(told), told, True)
 
+    def _told(self, payload: dict[str, Any]) -> dict[str, Any] | None:
+        """What has choices, as the client lacks it."""
+        raise NotImplementedError
 
-class TextLegCompletion(CompletionsStream):
+
+class TextLeg(_Leg, ToolChatStream):
+    """Reads the continuing chat request's answer; what it forwards goes on with the client's stream."""
+
+    __slots__ = ("_seam",)
+
+    def __init__(
+        self, seam: Seam, new_engine: Callable[[bool], ToolEngine], thoughts: tuple[str, ...]
+    ) -> None:
+        super().__init__(new_engine, ChatShape(reasoning=thoughts))
+        self._seam = seam
+
+    def _told(self, payload: dict[str, Any]) -> dict[str, Any] | None:
+        return self._seam.chunk(payload)
+
+
+class TextLegCompletion(_Leg, CompletionsStream):
     """The same for a client of `/v1/completions`."""
 
     __slots__ = ("_seam",)
@@ -201,17 +215,5 @@ class TextLegCompletion(CompletionsStream):
         super().__init__()
         self._seam = seam
 
-    def _read(self, payload: dict[str, Any]) -> tuple[bool, bool]:
-        keep, _ = super()._read(payload)
-        if isinstance(usage := payload.get("usage"), dict):
-            self.usage = self._seam.total(usage)
-        return keep, False
-
-    def _forward(self, event: bytes, payload: dict[str, Any], keep: bool) -> bytes:
-        if not keep:
-            return b""
-        try:
-            told = self._seam.completion(payload) if payload.get("choices") else self._seam.usage(self.usage)
-        except (Differs, TypeError, AttributeError) as differs:
-            raise MalformedStream(str(differs)) from None
-        return b"" if told is None else b"data: %b\n\n" % dumps(told)
+    def _told(self, payload: dict[str, Any]) -> dict[str, Any] | None:
+        return self._seam.completion(payload)
