@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from policies.frozen import frozen
-from proxy.aside import post
+from proxy.aside import ask
 from proxy.clock import Clock
 from proxy.pool import Backend, Pool
 
@@ -119,15 +119,10 @@ class Abilities:
 
     async def _find_out(self, backend: Backend) -> None:
         before = self._known.get(backend.name)
-        ability = await find_out(partial(self._post, backend))
+        ability = await find_out(partial(ask, self._clock, backend, seconds=TIMEOUT))
         self._known[backend.name] = self._clock.now(), ability
         if before is None or before[1] != ability:
             log.info("answers of backend %s %s", backend.name, ability)
-
-    async def _post(self, backend: Backend, path: bytes, body: dict[str, object]) -> Any:
-        if backend.served_model is not None:
-            body["model"] = backend.served_model
-        return await post(self._clock, backend, path, orjson.dumps(body), TIMEOUT)
 
 
 async def find_out(ask: Ask) -> Ability:
@@ -144,8 +139,7 @@ async def find_out(ask: Ask) -> Ability:
 
 
 async def _exact(ask: Ask, ids: list[int]) -> bool:
-    decoded = await ask(b"/detokenize", {"tokens": ids})
-    if not isinstance(decoded, dict) or decoded.get("prompt") != _SAMPLE:
+    if await text_of(ask, ids) != _SAMPLE:
         return False
     message = {"role": "user", "content": "ping"}
     said = await ask(
@@ -184,12 +178,21 @@ async def tokens(ask: Ask, path: bytes, text: str) -> list[int]:
     return _ids(await ask(path, {**asked, "content": text, "input": text}), "tokens")
 
 
+async def text_of(ask: Ask, ids: list[int]) -> str | None:
+    """What tokens say."""
+    return _prompt(await ask(b"/detokenize", {"tokens": ids}))
+
+
 async def prompt_of(ask: Ask, shows: bytes, body: dict[str, object]) -> str | None:
     """The prompt that a backend makes of a chat request. shows: `Prefill.shows`."""
     answer = await ask(shows, body)
     if shows == b"/tokenize":
         ids = _ids(answer, "tokens")
-        answer = await ask(b"/detokenize", {"tokens": ids}) if ids else None
+        return await text_of(ask, ids) if ids else None
+    return _prompt(answer)
+
+
+def _prompt(answer: Any) -> str | None:
     prompt = answer.get("prompt") if isinstance(answer, dict) else None
     return prompt if isinstance(prompt, str) else None
 

@@ -16,12 +16,20 @@ from proxy.clock import Clock
 from proxy.pool import Backend
 from proxy.upstream import Headers
 from proxy.wire.sse import EventTooLong, Splitter, fields
+from proxy.wire.toolstream import dumps
 
 if TYPE_CHECKING:
     from proxy.lane import Lane
 
 MAX_BYTES = 8 * 1024 * 1024
 """Of an answer; a longer one is none."""
+
+
+async def ask(clock: Clock, backend: Backend, path: bytes, body: dict[str, object], seconds: float) -> Any:
+    """The same of a body that is to name the model as the backend does."""
+    if backend.served_model is not None:
+        body = {**body, "model": backend.served_model}
+    return await post(clock, backend, path, dumps(body), seconds)
 
 
 async def post(clock: Clock, backend: Backend, path: bytes, body: bytes, seconds: float) -> Any:

@@ -15,10 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import orjson
-
-from proxy.abilities import NONE, Abilities, Ability
-from proxy.aside import post
+from proxy.abilities import NONE, Abilities, Ability, text_of
+from proxy.aside import ask
 from proxy.attempt import Plan, Step, Stuck
 from proxy.classify import Classified
 from proxy.clock import Clock
@@ -249,9 +247,4 @@ class Continuation:
     async def _text(self, backend: Backend, ids: list[int]) -> str | None:
         if not ids:
             return ""
-        body: dict[str, object] = {"tokens": ids}
-        if backend.served_model is not None:
-            body["model"] = backend.served_model
-        answer = await post(self._clock, backend, b"/detokenize", orjson.dumps(body), TIMEOUT)
-        text = answer.get("prompt") if isinstance(answer, dict) else None
-        return text if isinstance(text, str) else None
+        return await text_of(partial(ask, self._clock, backend, seconds=TIMEOUT), ids)

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Any
 
-import orjson
-
-from proxy.abilities import GO_ON, Ability, Prefill, prompt_of, tokens
-from proxy.aside import post
+from proxy.abilities import GO_ON, Ability, Ask, Prefill, prompt_of, tokens
+from proxy.aside import ask
 from proxy.attempt import Step, Stuck
 from proxy.clock import Clock
 from proxy.pool import Backend
@@ -35,8 +32,7 @@ class TextWay:
     """To one backend."""
 
     def __init__(self, clock: Clock, backend: Backend, ability: Ability) -> None:
-        self._clock = clock
-        self._backend = backend
+        self._ask: Ask = partial(ask, clock, backend, seconds=TIMEOUT)
         self._ability = ability
 
     async def leg(self, step: Step, said: Said, terms: Terms, work: ToolWork | None) -> tuple[Step, int]:
@@ -89,15 +85,3 @@ class TextWay:
         before = await prompt_of(self._ask, prefill.shows, json.loads(asked))
         if before is None or before.rstrip().endswith("<think>"):
             raise Stuck("thinking")  # it began inside thinking, and nobody told thinking and text apart
-
-    async def _ask(self, path: bytes, body: dict[str, object]) -> Any:
-        if self._backend.served_model is not None:
-            body = {**body, "model": self._backend.served_model}
-        return await post(self._clock, self._backend, path, _dumps(body), TIMEOUT)
-
-
-def _dumps(body: dict[str, object]) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except TypeError:  # numbers beyond 64 bits, lone surrogates
-        return json.dumps(body).encode()
