@@ -150,6 +150,8 @@ class Gateway:
             if not self.turns.take():
                 await self.turns.wait()
             asked = await exchange.classify(endpoint, body)
+            if asked.work is not None:
+                await self.turns.wait()  # tools took a while to read: chunks pass first
             if self.limiter.active:
                 await exchange.limit(endpoint, asked)
             await exchange.serve(endpoint, asked)

@@ -5,7 +5,8 @@ Rules
    quarter of a second; so they take turns, A_ROUND in each round, and chunks pass between the rounds. (Four a round made the
    slowest hundredth of chunks a third slower, and saved nothing.)
 2. First come, first served. Who is cancelled while it waits leaves the row.
-3. A round ends when the loop has looked at the sockets: what `call_soon` is given runs once before each look.
+3. One that takes longer to read, for it has tools, takes a second turn before it is sent on.
+4. A round ends when the loop has looked at the sockets: what `call_soon` is given runs once before each look.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ WARM_UP, COUNTED = 20, 10
 
 CALLS_A_REQUEST = 380
 CALLS_A_STREAM = 480
-CALLS_A_STREAM_WITH_TOOLS = 545
+CALLS_A_STREAM_WITH_TOOLS = 552
 CALLS_OF_A_KEY = 8
 CALLS_OF_LIMITS = 24
 
@@ -122,3 +122,26 @@ async def test_a_streamed_request_with_tools_stays_below_its_ceiling(
     gateway = await make_gateway(backend)
     backend.answer(*[chat_stream("one two three")] * (WARM_UP + COUNTED))
     assert 100 < await calls_each(gateway, stream=True, tools=TOOLS) <= CALLS_A_STREAM_WITH_TOOLS
+
+
+async def longest_step(gateway: Gateway, **body: Any) -> float:
+    """The most calls between two looks at the sockets, in a request from its first byte to its last."""
+    await gateway.chat(**body)
+    steps = []
+    for _ in range(COUNTED):
+        with counted() as count:
+            asked, longest, before = asyncio.ensure_future(gateway.chat(**body)), 0, 0
+            while not asked.done():
+                await asyncio.sleep(0)
+                longest, before = max(longest, count.calls - before), count.calls
+        steps.append(longest)
+    return median(steps)
+
+
+async def test_a_request_with_tools_begins_in_two_steps_so_that_chunks_pass_between(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    gateway = await make_gateway(backend)
+    backend.answer(*[chat_stream("one two three")] * 2 * (1 + COUNTED))
+    plain = await longest_step(gateway, stream=True)
+    assert await longest_step(gateway, stream=True, tools=TOOLS) <= plain
