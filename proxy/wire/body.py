@@ -25,6 +25,7 @@ from enum import StrEnum
 from itertools import accumulate, islice
 from operator import itemgetter
 
+from proxy.wire import patterns
 from proxy.wire.stretches import Part, Shortened, mask, quoted, shorten
 
 MAX_MEMBERS = 4096
@@ -63,17 +64,19 @@ _KEY = rb'"([\x20\x21\x23-\x5b\x5d-\x7e]*+)"'
 _REST = rb"|(?s:.+)"  # what does not match ends the search at once, instead of being tried again a byte later
 
 # Group 3 is set where a comma follows, only group 2 at the end of the object and the body, none on a failure.
-_MEMBERS = re.compile(
+_MEMBERS = patterns.compile(
     _WS + _KEY + _WS + rb":" + _WS + rb"(" + _VALUE + rb")" + _WS + rb"(?:(,)|\}" + _WS + rb"\Z)" + _REST
 )
-_ITEMS = re.compile(_WS + rb"(" + _VALUE + rb")" + _WS + rb"(?:(,)|\]\Z)" + _REST)
-_START = re.compile(rb"(?:\xef\xbb\xbf)?+" + _WS + rb"\{(" + _WS + rb"\}" + _WS + rb"\Z)?+")
+_ITEMS = patterns.compile(_WS + rb"(" + _VALUE + rb")" + _WS + rb"(?:(,)|\]\Z)" + _REST)
+_START = patterns.compile(rb"(?:\xef\xbb\xbf)?+" + _WS + rb"\{(" + _WS + rb"\}" + _WS + rb"\Z)?+")
 _HEAD = re.compile(_WS + rb'"([^"]*+)"' + _WS + rb":" + _WS)
-_SIMPLE = re.compile(_VALUE)
+_SIMPLE = patterns.compile(_VALUE)
 _TAIL = re.compile(_WS + rb"(?:(,)|\}" + _WS + rb"\Z)")
-_STRINGS = re.compile(_STRING)
-_TOKENS = re.compile(rb"(?:" + _STRING + _ATOMS + rb"|[\[{\]}]{1,16}+" + _ATOMS + rb"){1,4096}+")
-_TO_BRACKET = re.compile(rb"(?:" + _STRING + _ATOMS + rb"|" + _ATOMS.removesuffix(b"*+") + rb"++)*+[\[{\]}]")
+_STRINGS = patterns.compile(_STRING)
+_TOKENS = patterns.compile(rb"(?:" + _STRING + _ATOMS + rb"|[\[{\]}]{1,16}+" + _ATOMS + rb"){1,4096}+")
+_TO_BRACKET = patterns.compile(
+    rb"(?:" + _STRING + _ATOMS + rb"|" + _ATOMS.removesuffix(b"*+") + rb"++)*+[\[{\]}]"
+)
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # as signed bytes: one deeper, one up
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 

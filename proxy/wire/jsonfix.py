@@ -19,11 +19,12 @@ import re
 from collections.abc import Callable
 from json.encoder import encode_basestring
 
+from proxy.wire import patterns
 from proxy.wire.coerce import ANY, MAX_DIGITS, NUMBER, Spec, quote, scalar
 from proxy.wire.jsonstring import BLANK, End, StringReader, is_literal, plain_literal, read_word
 
 ODD = re.compile(r'["\\\x00-\x1f]')  # what a stream of string content must not hold to pass as it is
-SOUND = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt])*+\Z')  # whole string content that passes
+SOUND = patterns.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt])*+\Z')  # whole string content that passes
 BARE = re.compile(r"[^,}\]\n\r]*")
 WORD_KEY = re.compile(r"([A-Za-z_$][\w$.-]{0,63})\s*(:)?")
 MAX_DEPTH = 256  # more nesting than JSON readers take is no call

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from proxy.wire import patterns
 from proxy.wire.body import LAX_TRUE, BodyError
 
 MAX_PARTS = 1000
@@ -24,14 +25,14 @@ MAX_VALUE = 65536
 
 _TOKEN = rb"[A-Za-z0-9!#$%&'*+.^_`|~\-]++"
 _QUOTED = rb'"(?:[^"\\\r\n]|\\[^\r\n])*+"'
-_PARAM = re.compile(
+_PARAM = patterns.compile(
     rb"[ \t]*+;[ \t]*+(?:(" + _TOKEN + rb")=(?:(" + _TOKEN + rb")|(" + _QUOTED + rb"))|(?=[ \t]*+(?:;|\Z)))"
 )
 _LINE = re.compile(rb"(" + _TOKEN + rb"):[ \t]*+([^\r\n\0]*+)\Z")
 _TYPE = re.compile(rb"[ \t]*+multipart/form-data(?=[ \t]*+(?:;|\Z))", re.IGNORECASE)
 _FORM_DATA = re.compile(rb"form-data(?=[ \t]*+(?:;|\Z))", re.IGNORECASE)
 _BOUNDARY = re.compile(rb"[\x20-\x7e]{1,200}(?<! )\Z")
-_DELIMITER_END = re.compile(rb"[ \t]*+\r\n|--[ \t]*+(?:(?:\r\n)++|\Z)")
+_DELIMITER_END = patterns.compile(rb"[ \t]*+\r\n|--[ \t]*+(?:(?:\r\n)++|\Z)")
 
 
 @dataclass(frozen=True, slots=True)

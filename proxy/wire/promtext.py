@@ -9,9 +9,10 @@ except the share of the cache in use, which is averaged: the engine spreads requ
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from proxy.wire import patterns
 
 MAX_TEXT_BYTES = 8 << 20  # vLLM sends 65 kB; what lies beyond is not looked at
 
@@ -89,8 +90,8 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 
 # What follows a name on its line: labels or none, value. Possessive and within the line, so that hostile
 # labels cannot make it backtrack or run on.
-_REST = re.compile(rb"(?:\{((?:[^\"}\n]|\"(?:[^\"\\\n]|\\.)*+\")*+)\})?[ \t]++(\S++)")
-_LABEL = re.compile(rb"([A-Za-z_][A-Za-z0-9_]*+)[ \t]*+=[ \t]*+\"((?:[^\"\\]|\\.)*+)\"")
+_REST = patterns.compile(rb"(?:\{((?:[^\"}\n]|\"(?:[^\"\\\n]|\\.)*+\")*+)\})?[ \t]++(\S++)")
+_LABEL = patterns.compile(rb"([A-Za-z_][A-Za-z0-9_]*+)[ \t]*+=[ \t]*+\"((?:[^\"\\]|\\.)*+)\"")
 
 
 def read_metrics(text: bytes) -> EngineMetrics:

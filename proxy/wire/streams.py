@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from proxy.wire import patterns
 from proxy.wire.sse import EventTooLong, Splitter, fields
 
-_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_INSIDE = re.compile(rb'[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+')
+_STRING_REST = patterns.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_INSIDE = patterns.compile(rb'[^"\\\n]*+(?:\\[^\n][^"\\\n]*+)*+')
 """The inside of a JSON string, on one line."""
 _DONE = b"[DONE]"
 
@@ -38,7 +39,7 @@ class Inside(IntEnum):
 
 FITS = (
     _INSIDE.fullmatch,
-    re.compile(rb'[^"\\\n<`~]*+(?:\\["\\/bfrt][^"\\\n<`~]*+)*+').fullmatch,
+    patterns.compile(rb'[^"\\\n<`~]*+(?:\\["\\/bfrt][^"\\\n<`~]*+)*+').fullmatch,
     re.compile(rb"[ !#-\[\]-~]*+").fullmatch,
 )
 """By `Inside`: of bytes, start and stop, None if what stands there must be seen."""

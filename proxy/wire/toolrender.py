@@ -13,13 +13,16 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
+from proxy.wire import patterns
 from proxy.wire.toolevents import CallArguments, CallEnd, CallStart, Content, Event, Finish
 
 STRUCTURE = re.compile(r"</(?:parameter|function|tool_call)>|\n<parameter=")
 VALUE_MARK = re.compile(r'["{}\[\],]')
-WHOLE = re.compile(  # string content up to the closing quote or an escape (or pair) that is not all there
-    r'(?:[^"\\]++|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u])))*+"
+WHOLE = (
+    patterns.compile(  # string content up to the closing quote or an escape (or pair) that is not all there
+        r'(?:[^"\\]++|\\["\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+        r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?=[^\\]|\\[^u])))*+"
+    )
 )
 
 

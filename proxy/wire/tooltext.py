@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from proxy.wire import patterns
 from proxy.wire.coerce import Tool, Toolset
 from proxy.wire.jsonstring import End
 from proxy.wire.toolevents import CallStart, Counters, Event, Reasoning
@@ -21,7 +22,7 @@ from proxy.wire.toolvalue import begins_tag
 from proxy.wire.toolxml import XmlCall
 
 THINK = "<think>"
-GUIDED = re.compile(r"\s*+(?:```\w*+\s*+)?+(?=[\[{])")
+GUIDED = patterns.compile(r"\s*+(?:```\w*+\s*+)?+(?=[\[{])")
 GUIDED_START = re.compile(r"\s*(?:`{1,2}|```\w{0,10}\s*)?\Z")
 MAYBE = re.compile(r"<(?=tool_call>|function[=> ]|/?think>|/tool_call>|[/a-z_]{0,11}\Z)")
 

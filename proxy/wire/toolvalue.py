@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 
+from proxy.wire import patterns
 from proxy.wire.coerce import Spec, Tool, Toolset
 from proxy.wire.jsonstring import End
 
 BLANK = re.compile(r"\s*")
 KEY = re.compile(r"<parameter(?:\s{1,8}name)?\s{0,8}=\s*[\"']?([^>\n<\"']{0,256}+)[\"']?[^\S\n]*+(>|\n)")
-KEY_AND_MORE = re.compile(  # other attributes beside the name
+KEY_AND_MORE = patterns.compile(  # other attributes beside the name
     r"<parameter(?:\s{1,8}name)?\s{0,8}=\s*[\"']?([^\s>\n<\"'=]{1,256}+)[\"']?"
     r"(?:\s{1,8}[\w-]{1,32}=(?:\"[^\"\n<>]{0,64}\"|'[^'\n<>]{0,64}'))++[^\S\n]*+(>|\n)"
 )
