@@ -7,11 +7,10 @@ error; close clients and backends; write the last records.
 from __future__ import annotations
 
 import asyncio
-import gc
+import contextlib
 import logging
-import signal
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from urllib.parse import urlsplit
 
@@ -26,8 +25,10 @@ from proxy.access import Callers, KeyRing
 from proxy.admin import admin_app
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
+from proxy.config import Admin as AdminSection
 from proxy.config import Backend as BackendConfig
 from proxy.config import Config
+from proxy.config import Server as ServerSection
 from proxy.explain import Memory
 from proxy.front import Patience, Server
 from proxy.gate import Gate
@@ -35,9 +36,9 @@ from proxy.handler import Gateway
 from proxy.headers import Cors
 from proxy.health import HealthPoller
 from proxy.keys import Keys, failures_counter
-from proxy.lane import CompiledLane
 from proxy.ledger import LocalLedger
 from proxy.limiter import Limiter
+from proxy.listen import Listeners
 from proxy.local import Local
 from proxy.metrics import Counter, Metrics
 from proxy.owners import Owners
@@ -45,7 +46,6 @@ from proxy.pool import Backend, BackendSpec, Pool
 from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.reload import Reloader
 from proxy.tokenizer import Tokenizer
-from proxy.toolcheck import warm
 from proxy.upstream import ConnectionPool
 
 log = logging.getLogger("tierline")
@@ -115,13 +115,13 @@ class App:
         self.health = HealthPoller(config, self.clock, self.pool, Random(rng.getrandbits(64)))
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
-        self._sites: list[web.TCPSite] = []
+        self._sites: dict[str, list[web.SockSite]] = {}
         self.port = 0
         self.admin_port = 0
 
-    async def start(self) -> None:
+    async def start(self, listeners: Listeners | None = None) -> None:
         """Listen on both sides and begin to watch the backends. Raises OSError when an address cannot be had."""
-        config = self.config
+        config, listeners = self.config, listeners or Listeners({})
         server = self._server = Server(
             self.gateway.handle,
             max_body_bytes=config.server.max_body_bytes,
@@ -136,8 +136,9 @@ class App:
         try:
             self.port = await self._listen(
                 web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0),
-                config.server.host,
-                config.server.port,
+                listeners,
+                "data",
+                config.server,
             )
             if config.admin.enabled:
                 runner = web.AppRunner(
@@ -146,7 +147,7 @@ class App:
                     handle_signals=False,
                     shutdown_timeout=1.0,
                 )
-                self.admin_port = await self._listen(runner, config.admin.host, config.admin.port)
+                self.admin_port = await self._listen(runner, listeners, "admin", config.admin)
         except OSError:
             await self.close()
             raise
@@ -182,30 +183,48 @@ class App:
         yield from self.gateway.limiter.counters()
         yield failures_counter(self.keys.failures)
 
-    async def _listen(self, runner: web.BaseRunner, host: str, port: int) -> int:
+    async def _listen(
+        self, runner: web.BaseRunner, listeners: Listeners, name: str, at: ServerSection | AdminSection
+    ) -> int:
+        """Accept there; the port is returned."""
         await runner.setup()
         self._runners.append(runner)
-        site = web.TCPSite(runner, host, port, backlog=self.config.server.backlog)
-        await site.start()
-        self._sites.append(site)
-        address: tuple[str, int] = runner.addresses[0]
-        return address[1]
+        backlog = self.config.server.backlog
+        sockets = await listeners.listen(name, at.host, at.port, backlog)
+        for sock in sockets:
+            site = web.SockSite(runner, sock, backlog=backlog)
+            await site.start()
+            self._sites.setdefault(name, []).append(site)
+        port: int = sockets[0].getsockname()[1]
+        return port
 
     def _estimate_errors(self) -> Iterator[tuple[str, str, float]]:
         for model, calibration in self.gateway.classifier.calibrations.items():
             for kind, error in calibration.errors().items():
                 yield model, kind.value, error
 
-    async def drain(self) -> None:
-        """Accept nothing new, let what runs finish until the limit, then end it in-band."""
+    async def drain(self, *, replaced: bool = False) -> None:
+        """Accept nothing new, let what runs finish until the limit, then end it in-band.
+
+        replaced: another process accepts in our place. Then connections that ask nothing are kept, too, until their next
+        answer or the limit: a request may be on its way on them.
+        """
         gateway = self.gateway
         gateway.drain()
-        for site in self._sites[:1]:
-            await site.stop()
+        for name, sites in self._sites.items():
+            if name == "data" or replaced:
+                for site in sites:
+                    await site.stop()
         seconds = self.config.server.drain_timeout
+        over = self.clock.now() + seconds
         if not await self._idle(seconds):
             log.warning("%d requests still run after %g s: ending them", len(gateway.exchanges), seconds)
             gateway.interrupt()
+            await self._idle(END_SECONDS)
+        elif replaced and self._server is not None:
+            with contextlib.suppress(TimeoutError):
+                async with self.clock.timeout_at(over):
+                    await self._server.left()
             await self._idle(END_SECONDS)
 
     async def _idle(self, seconds: float) -> bool:
@@ -290,50 +309,3 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
         history_reasoning=backend.history_reasoning,
     )
     return Backend(spec, connections)
-
-
-async def _serve(config: Config) -> int:
-    app = App(config)
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for sign in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sign, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, app.reloader.reload, "SIGHUP")
-    await app.start()
-    await asyncio.to_thread(warm)
-    # What start-up made lives as long as the process: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
-    where = f"http://{config.server.host}:{app.port}"
-    log.info("serving %s on %s", ", ".join(config.routes), where)
-    if CompiledLane is None:
-        log.info("built without a C compiler: chunks cost more CPU, all else is the same")
-    if config.admin.enabled:
-        log.info("admin on http://%s:%d", config.admin.host, app.admin_port)
-    await stop.wait()
-    log.info("stopping: up to %g s for what runs", config.server.drain_timeout)
-    await app.drain()
-    await app.close()
-    log.info("stopped")
-    return 0
-
-
-def run(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; SIGHUP reads the file again.
-
-    Returns the exit code; raises OSError when an address cannot be had."""
-    with asyncio.Runner(loop_factory=_loop_factory(config.server.uvloop)) as runner:
-        return runner.run(_serve(config))
-
-
-def _loop_factory(choice: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if choice == "off":
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        if choice == "on":
-            raise
-        return None
-    return uvloop.new_event_loop

@@ -72,8 +72,8 @@ def serve(path: str) -> None:
     """Run the gateway until SIGTERM or Ctrl-C. SIGHUP reads the policy again."""
     config = _load(path)
     set_up_logging(config.telemetry.log_level, config.telemetry.log_format)
-    from proxy.app import run
     from proxy.keystore import StoreError
+    from proxy.serve import run
 
     try:
         code = run(config)

@@ -216,6 +216,7 @@ class Server(web.Server):
         super().__init__(handler, request_factory=self._request, handler_cancellation=True)
         self._patience = patience
         self._open = 0
+        self._left: asyncio.Event | None = None
         self._max_body_bytes = max_body_bytes
         self._keepalive_timeout = keepalive_timeout
 
@@ -226,6 +227,8 @@ class Server(web.Server):
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
         self._open -= 1
+        if not self._open and self._left is not None:
+            self._left.set()
 
     def __call__(self) -> ClientConnection | _TooMany:  # type: ignore[override]
         if self._patience is not None and self._open >= self._patience.connections:
@@ -245,6 +248,12 @@ class Server(web.Server):
         for connection in self.connections:
             if isinstance(connection, ClientConnection):
                 await connection.flush()
+
+    async def left(self) -> None:
+        """Until no client is connected."""
+        self._left = asyncio.Event()
+        if self._open:
+            await self._left.wait()
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()

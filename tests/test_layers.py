@@ -14,7 +14,8 @@ SOURCES = sorted(p for top in ("proxy", "policies") for p in (ROOT / top).rglob(
 # Higher may import lower. A name stands for the module or package of that name.
 LAYERS = (
     ("wire", "policies", "_lane"),
-    ("errors", "config", "clock", "tomltext", "lane", "turns"),
+    ("errors", "config", "clock", "tomltext", "lane", "turns", "listen"),
+    ("upgrade",),
     (
         "upstream",
         "front",
@@ -41,6 +42,7 @@ LAYERS = (
     ("exchange",),
     ("handler", "admin"),
     ("app", "sim", "simulate", "replay", "keycommands"),
+    ("serve",),
     ("check",),
     ("cli",),
     ("__main__",),

@@ -49,9 +49,9 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Config], int
     """Put a stand-in where the gateway would be imported from: these tests are about the command."""
 
     def stand_in(run: Callable[[Config], int]) -> None:
-        module = ModuleType("proxy.app")
+        module = ModuleType("proxy.serve")
         module.run = run  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "proxy.app", module)
+        monkeypatch.setitem(sys.modules, "proxy.serve", module)
 
     return stand_in
 

@@ -49,7 +49,7 @@ async def draining(gateway: Gateway) -> AsyncIterator[asyncio.Task[None]]:
 
 
 def listening(gateway: Gateway) -> bool:
-    return any(site._server is not None and site._server.sockets for site in gateway.app._sites[:1])
+    return any(site._server is not None and site._server.sockets for site in gateway.app._sites["data"])
 
 
 # -- what still happens ---------------------------------------------------------------------------------------------
