@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from policies.budget import Budget
 from policies.hedge import HedgeParams
 from policies.limits import Quota
 from policies.trace import TracingRouter
@@ -78,7 +77,9 @@ class App:
         owners = Owners()
         ledger = LocalLedger(self.clock)
         rng = rng or Random()
-        self.gate = Gate(self.clock, self.pool.fleet, _router(config), config.policy_params, rng)
+        self.gate = Gate(
+            self.clock, self.pool.fleet, _router(config), config.policy_params, rng, config.policy.retry
+        )
         self.pool.changed = self.gate.pump
         self.metrics.waiting = self.gate.waiting
         self.abilities = Abilities(self.clock, self.pool)
@@ -93,7 +94,6 @@ class App:
             keeps_decisions=config.telemetry.decisions,
             admin_keys=KeyRing([("admin", config.admin.key.digest)] if config.admin.key is not None else []),
             retry=config.policy.retry,
-            budget=Budget(config.policy.retry),
             rng=rng,
             pool=self.pool,
             hedges=_hedges(config),
@@ -165,7 +165,7 @@ class App:
         self.config = config
         self.pool.configure(config.policy_params)
         gateway.classifier = gateway.classifier.configured(config)
-        gateway.retry = gateway.budget.params = config.policy.retry
+        gateway.retry = config.policy.retry
         gateway.hedges = _hedges(config)
         gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
         gateway.policy = config.policy_digest
@@ -173,7 +173,7 @@ class App:
         self.local.configure(config)
         self.metrics.configure(config)
         self.keys.configure(config)
-        self.gate.configure(_router(config), config.policy_params)
+        self.gate.configure(_router(config), config.policy_params, config.policy.retry)
 
     def _keys_changed(self, callers: Callers, quotas: dict[str, Quota]) -> None:
         self.gateway.callers = callers

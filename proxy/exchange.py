@@ -148,7 +148,10 @@ class Exchange:
         if (way := self._classifier.continues(endpoint, asked)) != "off":
             self._continuation = Continuation(gateway.clock, gateway.abilities, asked, text=way == "text")
         let_in: Pass | Refused | None
-        let_in = await gateway.gate.enter(asked.facts, names, asked.pinned, self._queued)
+        traced, ident = self._explains or gateway.keeps_decisions, record.request_id
+        let_in = await gateway.gate.enter(
+            asked.facts, names, asked.pinned, self._queued, ident, traced=traced
+        )
         record.admitted_at = gateway.clock.now()
         while True:
             self._decided(let_in, asked)
@@ -157,8 +160,6 @@ class Exchange:
                 raise failed or turned_away(asked.facts, let_in.shed, gateway.pool.views(names))
             backend = gateway.pool.backends[let_in.go.view.name]
             started = gateway.clock.now()
-            if self._failover is None:
-                gateway.budget.sent(started, backend.name)
             race = self._race(endpoint, asked, let_in) if self._failover is None else None
             try:
                 tried = race.run() if race is not None else self._attempt(backend, endpoint, asked, let_in)

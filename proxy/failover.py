@@ -2,7 +2,7 @@
 
 Rules
 1. Made when a request's first attempt has failed; most requests never have one.
-2. `policies.retry` says what may follow, `policies.budget` whether it can be paid for, the router where to. What is left
+2. `policies.retry` says what may follow, the gate whether it can be paid for and where it goes. What is left
    for here is to ask them in this order, and to wait.
 """
 
@@ -64,7 +64,9 @@ class Failover:
         if retry is Retry.NO:
             return None
         now = self._gateway.clock.now()
-        return await self._elsewhere(now, backend.name) if retry is Retry.OTHER_BACKEND else self._choose()
+        if retry is not Retry.OTHER_BACKEND:
+            return await self._choose()
+        return await self._elsewhere(now, None if self.moves else backend.name)
 
     def failed(
         self, backend: Backend, error: ProxyError, failure: Failure, *, events_sent: bool, shared: bool
@@ -88,12 +90,9 @@ class Failover:
             retry_after=error.retry_after,
         )
 
-    async def _elsewhere(self, now: float, failed: str) -> Pass | Refused | None:
+    async def _elsewhere(self, now: float, pays: str | None) -> Pass | Refused | None:
         gateway, asked = self._gateway, self._asked
-        if not self.moves and not gateway.budget.allows(now, failed):
-            gateway.metrics.retries_denied += 1
-            return None
-        again = self._choose()
+        again = await self._choose(pays)
         if isinstance(again, Refused):
             until = min(map(self._over_at, asked.route.backends))
             if asked.facts.deadline is not None:
@@ -102,19 +101,21 @@ class Failover:
             if pause is None:
                 return again
             await gateway.clock.sleep(pause)
-            again = self._choose()
-        if isinstance(again, Pass) and not self.moves:
-            gateway.budget.retried(gateway.clock.now(), failed)
+            again = await self._choose(pays)
+        if again is None:
+            gateway.metrics.retries_denied += 1
         return again
 
-    def _choose(self) -> Pass | Refused:
+    async def _choose(self, pays: str | None = None) -> Pass | Refused | None:
         asked, attempts = self._asked, self._attempts
-        return self._gateway.gate.again(
+        return await self._gateway.gate.again(
             asked.facts,
             asked.route.backends,
             tried=attempts.tried | self.unfit,
             pinned=asked.pinned,
             larger_than=attempts.larger_than,
+            pays=pays,
+            ident=self._record.request_id,
         )
 
     def _over_at(self, backend: str) -> float:

@@ -6,6 +6,7 @@ Rules
 2. Whoever changes the fleet calls `pump` afterwards: those whose wait ended are woken in the same step. One timer stands
    for what ends by itself.
 3. A request that leaves the line (its client went, the gateway stops) is withdrawn at once.
+4. Retries are paid for here (`policies.budget`): who may try again and where it goes is one step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,19 @@ from itertools import count
 from random import Random
 from typing import TypeVar
 
-from policies import Admission, Fleet, Go, PolicyParams, RequestFacts, Result, Shed, Verdict, Wait
+from policies import (
+    Admission,
+    Fleet,
+    Go,
+    PolicyParams,
+    RequestFacts,
+    Result,
+    RetryParams,
+    Shed,
+    Verdict,
+    Wait,
+)
+from policies.budget import Budget
 from policies.frozen import frozen
 from policies.trace import Trace, TracingRouter
 from proxy.clock import Clock, Timer
@@ -64,6 +77,15 @@ class Refused:
     trace: Trace | None
 
 
+@frozen
+class InLine:
+    """A request that waits. wait: what it was told."""
+
+    id: int
+    facts: RequestFacts
+    wait: Wait
+
+
 Answer = tuple[Go | Shed, Trace | None]
 V = TypeVar("V", Go, Shed, Go | Shed)
 
@@ -72,20 +94,28 @@ class Gate:
     """The one way in."""
 
     def __init__(
-        self, clock: Clock, fleet: Fleet, router: TracingRouter, params: PolicyParams, rng: Random
+        self,
+        clock: Clock,
+        fleet: Fleet,
+        router: TracingRouter,
+        params: PolicyParams,
+        rng: Random,
+        retry: RetryParams | None = None,
     ) -> None:
         self._clock = clock
         self._fleet = fleet
         self._router = router
         self._admission = Admission(fleet, router, params, rng)
+        self._budget = Budget(retry or RetryParams())
         self._ids = count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._timer: Timer | None = None
         self._timer_at: float | None = None
 
-    def configure(self, router: TracingRouter, params: PolicyParams) -> None:
+    def configure(self, router: TracingRouter, params: PolicyParams, retry: RetryParams) -> None:
         """Another policy from now on, also for those who wait."""
         self._router = router
+        self._budget.params = retry
         self._admission.configure(self._clock.now(), router, params)
         self.pump()
 
@@ -101,17 +131,38 @@ class Gate:
         names: Iterable[str],
         pinned: str | None,
         queued: Callable[[Wait], None],
+        ident: str = "",
+        *,
+        traced: bool = True,
     ) -> Pass | Refused:
-        """Until the request is let in or turned away. `queued`: told, at once, that it has to wait."""
+        """Until the request is let in or turned away. `queued`: told, at once, that it has to wait. ident: its id, and traced:
+        whether its trace is wanted here: for a gate that is elsewhere (`remote`)."""
+        made = self.offer(facts, names, pinned)
+        if not isinstance(made, InLine):
+            return made
+        queued(made.wait)
+        return await self.wait(made)
+
+    def offer(self, facts: RequestFacts, names: Iterable[str], pinned: str | None) -> Pass | Refused | InLine:
+        """`enter`, for who does not wait here: who is in line is given to `wait`."""
         id = next(self._ids)
-        verdict: Verdict = self._admission.offer(self._clock.now(), id, facts, names, pinned=pinned)
+        now = self._clock.now()
+        verdict: Verdict = self._admission.offer(now, id, facts, names, pinned=pinned)
         if isinstance(verdict, Wait):
             self._router.forget()
-            queued(verdict)
-            return self._answer(id, facts, *await self._wait(id))
+            return InLine(id, facts, verdict)
+        if isinstance(verdict, Go):
+            self._budget.sent(now, verdict.view.name)
         return self._answer(id, facts, *self._traced(verdict))
 
-    def again(
+    async def wait(self, one: InLine) -> Pass | Refused:
+        """Until its wait is over. To be awaited at once, and once."""
+        verdict, trace = await self._wait(one.id)
+        if isinstance(verdict, Go):
+            self._budget.sent(self._clock.now(), verdict.view.name)
+        return self._answer(one.id, one.facts, verdict, trace)
+
+    async def again(
         self,
         facts: RequestFacts,
         names: Iterable[str],
@@ -119,19 +170,36 @@ class Gate:
         tried: frozenset[str] = _NONE,
         pinned: str | None = None,
         larger_than: int | None = None,
-    ) -> Pass | Refused:
-        """A further attempt of a request that was let in before."""
+        pays: str | None = None,
+        ident: str = "",
+    ) -> Pass | Refused | None:
+        """A further attempt of a request that was let in before. pays: the backend that failed, where the attempt has to be
+        paid for; None is returned when it cannot be."""
+        now = self._clock.now()
+        if pays is not None and not self._budget.allows(now, pays):
+            return None
         id = next(self._ids)
         verdict = self._admission.again(
-            self._clock.now(), id, facts, names, tried=tried, pinned=pinned, larger_than=larger_than
+            now, id, facts, names, tried=tried, pinned=pinned, larger_than=larger_than
         )
+        if pays is not None and isinstance(verdict, Go):
+            self._budget.retried(now, pays)
         return self._answer(id, facts, *self._traced(verdict))
 
-    def beside(self, facts: RequestFacts, names: Iterable[str], *, tried: frozenset[str]) -> Pass | None:
-        """A second attempt of a request beside one that runs; None: nobody would start it at once."""
+    def beside(
+        self,
+        facts: RequestFacts,
+        names: Iterable[str],
+        then: Callable[[Pass | None], None],
+        *,
+        tried: frozenset[str],
+        ident: str = "",
+    ) -> None:
+        """A second attempt of a request beside one that runs: `then` is called with it, with None if nobody would start it
+        at once."""
         id = next(self._ids)
         go = self._admission.beside(self._clock.now(), id, facts, names, tried=tried)
-        return None if go is None else self._pass(id, facts, *self._traced(go))
+        then(None if go is None else self._pass(id, facts, *self._traced(go)))
 
     def _traced(self, verdict: V) -> tuple[V, Trace | None]:
         trace = self._router.take(verdict.decision)

@@ -18,7 +18,6 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from policies import RetryParams
-from policies.budget import Budget
 from policies.hedge import Allowance, HedgeParams
 from proxy.abilities import Abilities
 from proxy.access import Callers, KeyRing
@@ -58,7 +57,6 @@ class Gateway:
     keeps_decisions: bool
     admin_keys: KeyRing
     retry: RetryParams
-    budget: Budget
     rng: Random
     pool: Pool
     timeouts: dict[str, Timeouts]

@@ -109,6 +109,7 @@ class Race:
         self._attempt, self.leads, self._chosen, self._failed = attempt, lead, chosen, failed
         self._changed = asyncio.Event()
         self._winner: Leg | None = None
+        self._over = False
         self.first = self.last = self._leg(let_in)
         self._legs = [self.first]
         gateway.allowance.asked(asked.facts.tier.name, params.share)
@@ -128,6 +129,7 @@ class Race:
                         return ended
         finally:
             timer.cancel()
+            self._over = True
             running = [leg.task for leg in self._legs if leg.task is not None and leg.running]
             for leg in self._legs:
                 if leg is not self.last:
@@ -188,14 +190,20 @@ class Race:
         if not gateway.allowance.allows(tier):
             record.hedge = Hedged.DENIED
             return
-        asked = self._asked
-        let_in = gateway.gate.beside(
-            asked.facts, asked.route.backends, tried=frozenset((first.backend.name,))
-        )
+        facts, names = self._asked.facts, self._asked.route.backends
+        tried = frozenset((first.backend.name,))
+        gateway.gate.beside(facts, names, self._beside, tried=tried, ident=record.request_id)
+
+    def _beside(self, let_in: Pass | None) -> None:
+        """Where a second one may go."""
+        first, record, gateway = self.first, self._record, self._gateway
         if let_in is None:
             record.hedge = Hedged.NOWHERE
             return
-        gateway.allowance.took(tier)
+        if self._over or self._winner is not None or not first.running:  # meanwhile
+            let_in.finish(Result(ok=False))
+            return
+        gateway.allowance.took(self._asked.facts.tier.name)
         second = self._leg(let_in)
         record.hedge, record.hedged_to = Hedged.LEFT, second.backend.name
         record.hedged_after = second.started - first.started
