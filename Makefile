@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Test processes beside each other.
+JOBS ?= 2
 
 .PHONY: demo demo-real test test-all test-vllm lint types bench clean
 
@@ -12,10 +14,10 @@ demo-real: $(VENV)/.demo-real   ## the same with real llama-servers
 	@$(BIN)/python -m tests.demo --real
 
 test: $(VENV)/.test         ## the tests of a normal run
-	$(BIN)/python -m pytest -m "not vllm and not slow"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm and not slow"
 
 test-all: $(VENV)/.test     ## everything but vLLM, and tests/proxy on the oldest and newest aiohttp allowed
-	$(BIN)/python -m pytest -m "not vllm"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm"
 	$(BIN)/python -m tests.aiohttp_versions
 
 test-vllm: $(VENV)/.test    ## against vLLM on the CPU; installs it (2.5 GB) on first use

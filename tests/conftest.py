@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
+from tests import tally
+
 LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
     "asyncio": asyncio.new_event_loop,
@@ -21,3 +23,7 @@ def pytest_asyncio_loop_factories(
     if getattr(getattr(item, "module", None), "LOOPS", None) == "both":
         return LOOPS
     return {"uvloop": LOOPS["uvloop"]}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(tally)

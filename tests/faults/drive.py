@@ -441,7 +441,7 @@ class Player:
         if needle is not None:
             with contextlib.suppress(AssertionError):
                 await client.read_until(needle)
-        if self.cell.phase is not Phase.QUEUE:
+        if self.cell.phase is not Phase.QUEUE or self.cell.fault is Fault.GONE:
             await self.reached.wait()
             self.seen.set()
         if self.cell.fault is Fault.GONE:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tally import RESULTS
 from tests.wire.cases import (
     CASES,
     DEBATABLE,
@@ -23,7 +24,6 @@ from tests.wire.cases import (
     run_stream,
     run_whole,
 )
-from tests.wire.conftest import RESULTS
 
 
 def name(case: Case) -> str:

@@ -1,11 +1,26 @@
-"""Prints, at the end of a session, how the tool-call cases went, by kind."""
+"""How the tool-call cases went, by kind: counted where they run, summed over test processes, printed at the end."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
+import pytest
+
 RESULTS: Counter[tuple[str, str]] = Counter()  # (kind, "right" | "wrong" | "debatable, right" | …)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A test process tells the one that prints."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["cases"] = [(*key, count) for key, count in RESULTS.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for kind, state, count in getattr(node, "workeroutput", {}).get("cases", ()):
+        RESULTS[kind, state] += count
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
