@@ -190,18 +190,18 @@ class Account:
 
     __slots__ = (
         "_most",
-        "_quota",
         "budgets",
         "changed",
         "held_cost",
         "held_tokens",
+        "quota",
         "requests",
         "running",
         "tokens",
     )
 
     def __init__(self, quota: Quota) -> None:
-        self._quota = Quota()
+        self.quota = Quota()
         self._most: int | None = None
         self.running = self.held_tokens = self.held_cost = 0
         self.requests: Bucket | None = None
@@ -212,9 +212,9 @@ class Account:
 
     def configure(self, quota: Quota) -> None:
         """Another quota from now on."""
-        if quota == self._quota:
+        if quota == self.quota:
             return
-        self._quota = quota
+        self.quota = quota
         self._most = quota.concurrent_requests
         self.requests = _resized(self.requests, quota.requests_per_minute)
         self.tokens = _resized(self.tokens, quota.tokens_per_minute)
@@ -324,8 +324,13 @@ def enter(accounts: Sequence[Account], now: float, wall: float, ask: Amount) -> 
         for account in accounts:
             account.take(ask)
         return None
+    return refusal(accounts, wall, ask)
+
+
+def refusal(accounts: Sequence[Account], wall: float, ask: Amount) -> Refusal | None:
+    """The limit that does not take the request, of several the one that frees last, as of the last `refill`."""
     found = [r for place, account in enumerate(accounts) for r in account.refusals(wall, ask, place)]
-    return max(found, key=lambda r: (r.seconds is None, r.seconds or 0, not r.running))
+    return max(found, key=lambda r: (r.seconds is None, r.seconds or 0, not r.running), default=None)
 
 
 def settle(accounts: Iterable[Account], now: float, wall: float, ask: Amount, used: Amount) -> None:

@@ -44,6 +44,7 @@ from proxy.owners import Owners
 from proxy.pool import Backend, BackendSpec, Pool
 from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.reload import Reloader
+from proxy.sharedledger import SharedLedger
 from proxy.tokenizer import Tokenizer
 from proxy.upstream import ConnectionPool
 
@@ -76,6 +77,8 @@ class App:
         self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
         owners = Owners()
         ledger = LocalLedger(self.clock)
+        shared = config.limits.shared
+        self.shared = SharedLedger(shared, self.clock, ledger) if shared.url is not None else None
         rng = rng or Random()
         self.gate = Gate(
             self.clock, self.pool.fleet, _router(config), config.policy_params, rng, config.policy.retry
@@ -99,7 +102,7 @@ class App:
             hedges=_hedges(config),
             timeouts={backend.name: config.timeouts_for(backend) for backend in config.backends},
             callers=Callers(),
-            limiter=Limiter(ledger),
+            limiter=Limiter(self.shared or ledger),
             public_paths=frozenset(config.server.public_paths),
             body_timeout=config.server.body_timeout,
             cors=Cors(config.server.cors_origins),
@@ -122,6 +125,8 @@ class App:
     async def start(self, listeners: Listeners | None = None) -> None:
         """Listen on both sides and begin to watch the backends. Raises OSError when an address cannot be had."""
         config, listeners = self.config, listeners or Listeners({})
+        if self.shared is not None:
+            await self.shared.start()
         server = self._server = Server(
             self.gateway.handle,
             max_body_bytes=config.server.max_body_bytes,
@@ -182,6 +187,8 @@ class App:
     def _counters(self) -> Iterator[Counter]:
         yield from self.gateway.limiter.counters()
         yield failures_counter(self.keys.failures)
+        if self.shared is not None:
+            yield from self.shared.counters()
 
     async def _listen(
         self, runner: web.BaseRunner, listeners: Listeners, name: str, at: ServerSection | AdminSection
@@ -249,6 +256,8 @@ class App:
         await self.abilities.close()
         for runner in reversed(self._runners):
             await runner.cleanup()
+        if self.shared is not None:
+            await self.shared.close()
         await self.pool.close()
         await self.recorder.close()
         if isinstance(self._write, FileWriter):

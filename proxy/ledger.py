@@ -1,8 +1,8 @@
 """Where what was used is kept: the interface that the limiter asks, and the one in this process.
 
 Rules: accounts go by name (`key:NAME`, `tenant:NAME`, `model:NAME`). Which limits an account has is said beforehand, and
-may change at any time. The maths is `policies.limits`; a ledger that gateways share would do the same elsewhere, which is
-why `enter` may wait. Each `enter` that refused nothing is followed by exactly one `settle`.
+may change at any time. The maths is `policies.limits`; `sharedledger`, which gateways share, does the same elsewhere, which
+is why `enter` may wait. Each `enter` that refused nothing is followed by exactly one `settle`.
 """
 
 from __future__ import annotations
@@ -75,11 +75,25 @@ class LocalLedger:
         for budget in account.budgets:
             self._kept[name, budget.kind.value] = Spent(name, budget.kind.value, budget.begins, budget.spent)
 
+    def accounts(self, names: Names) -> tuple[Account, ...]:
+        return self._together.get(names) or self._find(names)
+
+    def every(self) -> Iterable[tuple[str, Account]]:
+        """Those that were used so far."""
+        return self._accounts.items()
+
     async def enter(self, names: Names, ask: Amount) -> Entry:
         accounts = self._together.get(names) or self._find(names)
         refusal = limits.enter(accounts, self._clock.now(), self._clock.wall(), ask)
         requests, tokens = limits.standings(accounts)
         return refusal, requests, tokens
+
+    def take(self, names: Names, ask: Amount) -> None:
+        """As a request that is let in, whether it fits or not."""
+        at = limits.micros(self._clock.now())
+        for account in self.accounts(names):
+            account.refill(at)
+            account.take(ask)
 
     def settle(self, names: Names, ask: Amount, used: Amount) -> None:
         accounts = self._together.get(names) or self._find(names)
@@ -90,7 +104,7 @@ class LocalLedger:
         for name in names:
             if name not in self._accounts:
                 self._accounts[name] = account = Account(Quota())
-                self._set(name, account, self._quotas[name])
+                self._set(name, account, self._quotas.get(name) or Quota())
         found = self._together[names] = tuple([self._accounts[name] for name in names])
         return found
 

@@ -13,7 +13,7 @@ SOURCES = sorted(p for top in ("proxy", "policies") for p in (ROOT / top).rglob(
 
 # Higher may import lower. A name stands for the module or package of that name.
 LAYERS = (
-    ("wire", "policies", "_lane"),
+    ("wire", "policies", "_lane", "sharedscript"),
     ("errors", "config", "clock", "tomltext", "lane", "turns", "listen"),
     ("upgrade",),
     (
@@ -26,6 +26,8 @@ LAYERS = (
         "keystore",
         "access",
         "ledger",
+        "sharedlink",
+        "sharedledger",
         "explain",
         "reload",
         "series",
@@ -64,7 +66,7 @@ PURE_FORBIDDEN = frozenset(
     }
 )
 # policies may use the type `Random`, handed in; wire has no use for chance at all.
-OWNERS = {"pydantic": {"config"}, "prometheus_client": {"metrics"}}
+OWNERS = {"pydantic": {"config"}, "prometheus_client": {"metrics"}, "valkey": {"sharedlink"}}
 
 
 def module_of(path: Path) -> str:

@@ -4,8 +4,9 @@ Rules
 1. The only importer of pydantic.
 2. A secret is a reference (`env:NAME`, `file:PATH`), read while loading and never printed: not by an error,
    not by `repr`, not by `effective`. Relative paths start at the config file's folder.
-3. `values` knows the kinds of values, `sections`, `clients` and `policy` the keys, `rules` and `clientrules` what must hold
-   between keys, `problems` how a mistake is worded; `load` ties them together. Other packages import from here only.
+3. `values` knows the kinds of values, `sections`, `clients`, `shared` and `policy` the keys, `rules` and `clientrules` what
+   must hold between keys, `problems` how a mistake is worded; `load` ties them together. Other packages import from here
+   only.
 """
 
 from proxy.config.clients import Allowed, ApiKey, KeySettings, Price, Tenant
@@ -37,9 +38,11 @@ from proxy.config.sections import (
     Timeouts,
     Tls,
 )
+from proxy.config.shared import ENCRYPTED, SharedLimits
 from proxy.config.values import Secret
 
 __all__ = [
+    "ENCRYPTED",
     "SESSION_HEADERS",
     "Admin",
     "Allowed",
@@ -58,6 +61,7 @@ __all__ = [
     "Quality",
     "Secret",
     "Server",
+    "SharedLimits",
     "Telemetry",
     "Tenant",
     "Timeouts",

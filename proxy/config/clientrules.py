@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from policies.limits import BUDGETS, COSTS
+from policies.limits import BILLION, BUDGETS, COSTS, MINUTE, LimitKind
 from proxy.config.problems import key_path
+from proxy.config.shared import ENCRYPTED
 
 if TYPE_CHECKING:
     from proxy.config.clients import Allowed, KeySettings
@@ -87,6 +89,33 @@ def money_has_a_price(config: Config) -> Iterator[str]:
                 yield f"{path}.{kind}: no model has a price, so it could never be reached: set models.NAME.price"
 
 
+def sharing_is_possible(config: Config) -> Iterator[str]:
+    shared = config.limits.shared
+    if shared.url is not None and importlib.util.find_spec("valkey") is None:
+        yield "limits.shared.url: the client's library is not installed here: pip install 'tierline[valkey]'"
+    if shared.scheme not in ENCRYPTED:
+        for key in ("ca", "verify"):
+            if getattr(shared, key) != type(shared).model_fields[key].default:
+                yield f'limits.shared.{key}: only with "valkeys://"; this connection is not encrypted'
+    if shared.username is not None and shared.password is None:
+        yield "limits.shared.username: needs a password"
+
+
+def shared_limits_are_exact(config: Config) -> Iterator[str]:
+    """The server counts in whole numbers up to 2^53; a bucket in 60 millionths, money in billionths."""
+    if config.limits.shared.url is None:
+        return
+    most = dict.fromkeys(LimitKind, EXACT) | dict.fromkeys(COSTS, EXACT // BILLION)
+    most[LimitKind.REQUESTS] = most[LimitKind.TOKENS] = EXACT // MINUTE
+    for path, limits in _limits(config):
+        for kind, value in most.items():
+            found = getattr(limits, kind)
+            if found is not None and found > value:
+                yield f"{path}.{kind}: at most {value} where limits are shared (limits.shared), got {found}"
+
+
+EXACT = 2**53
+
 CLIENT_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[str]]], ...] = (
     (("server",), key_forms),
     (("server",), key_twins),
@@ -95,4 +124,6 @@ CLIENT_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[str]]], .
     (("models",), aliases_have_no_limits),
     (("server", "tenants", "models"), budgets_are_kept),
     (("server", "tenants", "models"), money_has_a_price),
+    (("limits",), sharing_is_possible),
+    (("server", "tenants", "models", "limits"), shared_limits_are_exact),
 )

@@ -27,6 +27,7 @@ from policies.progress import ProgressParams
 from proxy.config import rules
 from proxy.config.clients import Allowed, ApiKey, Price, Tenant, ToolFormatName
 from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
+from proxy.config.shared import SharedSection
 from proxy.config.values import (
     AbsolutePath,
     Array,
@@ -288,6 +289,7 @@ class Config(Section):
         default_factory=lambda: dict(BUILT_IN_TIERS)
     )
     tenants: Annotated[dict[Name, Tenant], Field(default_factory=dict)]
+    limits: SharedSection = SharedSection()
     policy: Policy = Policy()
     timeouts: Timeouts = Timeouts()
     pool: Pool = Pool()

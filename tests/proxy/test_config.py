@@ -329,6 +329,22 @@ def test_a_backend_url_is_refused_without_repeating_it(url: str, expected: str |
     ]
 
 
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://h", 'expected "valkey://HOST:PORT", "valkeys://HOST:PORT" (TLS) or "unix:///PATH"'),
+        ("valkey://h:x", "the host or port of this URL cannot be read"),
+        ("valkey://u:hunter2@h", 'credentials do not belong into a URL: use password = "env:NAME"'),
+        ("valkey://h/0?token=hunter2", "this URL has no query and no fragment"),
+        ("unix://h/s", 'expected the path of a socket: "unix:///run/valkey.sock"'),
+        ("valkey://:1", "this URL has no host"),
+        ("redis://h/hunter2", 'behind the host comes the number of a database, such as "valkey://HOST/0"'),
+    ],
+)
+def test_the_url_of_shared_limits_is_refused_without_repeating_it(url: str, expected: str) -> None:
+    assert problems(f'{BASE}[limits.shared]\nurl = "{url}"\n') == [f"config: limits.shared.url: {expected}"]
+
+
 @pytest.mark.parametrize("url", ["http://h", "https://h:8000/a/b", "http://[::1]:8000", "http://10.0.0.1:1"])
 def test_a_backend_url_may_be_http_or_https_with_a_path(url: str) -> None:
     config = loads(f'[models.m]\n[[backends]]\nname = "a"\nurl = "{url}/"\n', {})
@@ -486,6 +502,19 @@ BROKEN_RULES: list[tuple[str, list[str]]] = [
         [
             'server.keys[0].models[0]: no model is named "qwn" (configured: "qwen")',
             'tenants."t.u".tiers[0]: no tier is named "best" (configured: "exact", "balanced", "fast")',
+        ],
+    ),
+    (
+        '[limits.shared]\nurl = "valkey://h"\nverify = false\nusername = "u"\n'
+        "[tenants.t]\nlimits.requests_per_minute = 200000000\nlimits.concurrent_requests = 200000000\n"
+        "limits.cost_per_day = 1e9\n[models.dear]\nprice.prompt = 1\n[server]\nstore = 'k.db'",
+        [
+            'limits.shared.verify: only with "valkeys://"; this connection is not encrypted',
+            "limits.shared.username: needs a password",
+            "tenants.t.limits.requests_per_minute: at most 150119987 where limits are shared "
+            "(limits.shared), got 200000000",
+            "tenants.t.limits.cost_per_day: at most 9007199 where limits are shared (limits.shared), "
+            "got 1000000000.0",
         ],
     ),
     (
@@ -822,7 +851,12 @@ def test_what_config_toml_has_commented_out_is_valid_when_uncommented(tmp_path: 
     (tmp_path / "my_policy.py").write_text(
         "def score(facts, backend):\n    return {'load': backend.in_flight}\n"
     )
-    env = {"TIERLINE_KEY_NOTEBOOKS": "sk-a", "TIERLINE_ADMIN_KEY": "sk-b", "VLLM_KEY_FP8": "sk-c"}
+    env = {
+        "TIERLINE_KEY_NOTEBOOKS": "sk-a",
+        "TIERLINE_ADMIN_KEY": "sk-b",
+        "VLLM_KEY_FP8": "sk-c",
+        "VALKEY_PASSWORD": "p",
+    }
     text = uncommented().replace("http://127.0.0.1:8001", "https://127.0.0.1:8001")
     config = loads(text, env, folder=tmp_path)
     assert [key.name for key in config.server.keys] == ["notebooks", "batch"]

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from policies.calibrate import ContentKind
 from policies.retry import Failure
 from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
-from proxy.config import loads
+from proxy.config import SharedLimits, loads
 from proxy.errors import Ending, Hedged, Outcome
 from proxy.keys import failures_counter
 from proxy.ledger import LocalLedger
@@ -23,6 +23,7 @@ from proxy.limiter import Limiter
 from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Counter, Metrics
 from proxy.record import Record, measures
 from proxy.recorder import Recorder
+from proxy.sharedledger import SharedLedger
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
@@ -114,6 +115,7 @@ def limits() -> Iterator[Counter]:
     limiter._charged["qwen"] = [5, 1]
     yield from limiter.counters()
     yield failures_counter(1)
+    yield from SharedLedger(SharedLimits(url="valkey://v"), FakeClock(), LocalLedger(FakeClock())).counters()
 
 
 def everything() -> Metrics:
