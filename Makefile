@@ -17,7 +17,7 @@ test: $(VENV)/.test         ## the tests of a normal run
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm and not slow"
 
 test-all: $(VENV)/.test     ## everything but vLLM, and tests/proxy on the oldest and newest aiohttp allowed
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm"
+	TIERLINE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm"
 	$(BIN)/python -m tests.aiohttp_versions
 
 test-vllm: $(VENV)/.test    ## against vLLM on the CPU; installs it (2.5 GB) on first use

@@ -43,7 +43,7 @@ class PoolAdmin(Protocol):
 
 
 class Exposition(Protocol):
-    def render(self) -> tuple[bytes, str]: ...
+    def render(self, accept: str = "") -> tuple[bytes, str]: ...
 
 
 class PolicyAdmin(Protocol):
@@ -156,7 +156,7 @@ class Admin:
         return _json(story)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._metrics.render()
+        body, content_type = self._metrics.render(request.headers.get("accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def drain(self, request: web.Request) -> web.Response:

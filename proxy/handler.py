@@ -128,7 +128,8 @@ class Gateway:
             return None
         try:
             exchange.authorize()
-            status, headers, body = self.local.page(request.method, unquote(exchange.path), exchange.caller)
+            path, accept = unquote(exchange.path), request.headers.get("accept", "")
+            status, headers, body = self.local.page(request.method, path, exchange.caller, accept)
         except ProxyError as error:
             exchange.refuse(error)
         else:

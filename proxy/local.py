@@ -28,7 +28,7 @@ class Local:
     """Pages by path. `metrics`: gives the exposition, or None when metrics are on the admin side only."""
 
     def __init__(
-        self, config: Config, pool: Pool, clock: Clock, metrics: Callable[[], tuple[bytes, str]] | None
+        self, config: Config, pool: Pool, clock: Clock, metrics: Callable[[str], tuple[bytes, str]] | None
     ) -> None:
         self._config = config
         self._pool = pool
@@ -45,7 +45,7 @@ class Local:
             return self._metrics is not None
         return path in ("/health", "/ready", "/version", MODELS) or path.startswith(MODELS + "/")
 
-    def page(self, method: str, path: str, caller: Caller = ANYBODY) -> Page:
+    def page(self, method: str, path: str, caller: Caller = ANYBODY, accept: str = "") -> Page:
         """Raises ProxyError for a wrong method or an unknown model. Who may not see a model does not see it here."""
         if method not in ("GET", "HEAD"):
             raise ProxyError(
@@ -62,7 +62,7 @@ class Local:
         if path == "/ready":
             return self._ready()
         if path == "/metrics" and self._metrics is not None:
-            body, content_type = self._metrics()
+            body, content_type = self._metrics(accept)
             return 200, [(b"content-type", content_type.encode())], body
         if path == MODELS:
             data = [self._model(route) for route in self._config.routes.values() if caller.sees(route.name)]

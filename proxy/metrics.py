@@ -15,16 +15,14 @@ Rules
 from __future__ import annotations
 
 import platform
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from policies.calibrate import ContentKind
 from policies.limits import SCOPES, LimitKind
@@ -33,6 +31,7 @@ from policies.types import ChooseReason, Decision, DropReason, ShedReason
 from proxy import __version__
 from proxy.config import Config
 from proxy.errors import Hedged, Outcome
+from proxy.histogram import Buckets
 from proxy.record import Measures, Record, tool_counts
 from proxy.recorder import Recorder
 from proxy.series import (
@@ -48,40 +47,6 @@ from proxy.wire.timing import BUCKET_OF_BIN
 
 UNKNOWN = "unknown"
 NONE = "none"
-
-
-class _Buckets:
-    """One histogram child: `add` is a search and two additions. `total`: the sum of what was added."""
-
-    __slots__ = ("_count", "_edges", "_lines", "_sum", "counts", "total")
-
-    def __init__(self, name: str, edges: tuple[float, ...], labels: Mapping[str, str]) -> None:
-        self._edges = edges
-        self.counts = [0] * (len(edges) + 1)
-        self.total = 0.0
-        bounds = [*map(floatToGoString, edges), "+Inf"]
-        self._lines = [f"{name}_bucket{_labels({**labels, 'le': bound})} " for bound in bounds]
-        self._count = f"{name}_count{_labels(labels)} "
-        self._sum = f"{name}_sum{_labels(labels)} "
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(self._edges, seconds)] += 1
-        self.total += seconds
-
-    def lines(self) -> Iterator[str]:
-        """The exposition, without line ends."""
-        passed = [*map(str, accumulate(self.counts))]
-        yield from map(str.__add__, self._lines, passed)
-        yield self._count + passed[-1]
-        yield self._sum + repr(self.total)
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    escaped = (
-        (name, text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"))
-        for name, text in sorted(labels.items())
-    )
-    return "{" + ",".join(f'{name}="{text}"' for name, text in escaped) + "}"
 
 
 class _Series:
@@ -106,20 +71,20 @@ class _Series:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         for histogram in HISTOGRAMS:
-            setattr(self, histogram.slot, _Buckets(histogram.name, histogram.edges, labels))
+            setattr(self, histogram.slot, Buckets(histogram.name, histogram.edges, labels))
         self.outcomes: dict[Outcome, int] = {}
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.retries = 0
 
-    ttft: _Buckets
-    upstream_ttft: _Buckets
-    gap: _Buckets
-    tpot: _Buckets
-    e2e: _Buckets
-    queue_wait: _Buckets
-    overhead: _Buckets
-    ttft_ratio: _Buckets
-    tpot_ratio: _Buckets
+    ttft: Buckets
+    upstream_ttft: Buckets
+    gap: Buckets
+    tpot: Buckets
+    e2e: Buckets
+    queue_wait: Buckets
+    overhead: Buckets
+    ttft_ratio: Buckets
+    tpot_ratio: Buckets
 
 
 Snapshot = Callable[[], Sequence[Mapping[str, object]]]
@@ -191,21 +156,23 @@ class Metrics(Collector):
         outcome = record.outcome
         series.outcomes[outcome] = series.outcomes.get(outcome, 0) + 1
         if derived.ttft is not None:
-            series.ttft.add(derived.ttft)
+            where = series.ttft.add(derived.ttft)
+            series.ttft.examples[where] = (record.request_id, derived.ttft, record.time)
             if derived.upstream_ttft is not None:
                 series.upstream_ttft.add(derived.upstream_ttft)
             if derived.tpot is not None:
                 series.tpot.add(derived.tpot)
             gap, counts = series.gap, series.gap.counts
             gap.total += record.gaps.total
-            for where, count in record.gaps.bins():
-                counts[BUCKET_OF_BIN[where]] += count
+            for place, count in record.gaps.bins():
+                counts[BUCKET_OF_BIN[place]] += count
             if record.predicted_ttft and derived.queue_wait is not None:
                 series.ttft_ratio.add((derived.ttft - derived.queue_wait) / record.predicted_ttft)
             if record.predicted_tpot and derived.tpot is not None:
                 series.tpot_ratio.add(derived.tpot / record.predicted_tpot)
         if outcome is Outcome.OK:
-            series.e2e.add(derived.e2e)
+            where = series.e2e.add(derived.e2e)
+            series.e2e.examples[where] = (record.request_id, derived.e2e, record.time)
         elif outcome is Outcome.CANCELLED:
             self._cancelled[_phase(record)] += 1
         if derived.queue_wait is not None:
@@ -246,15 +213,20 @@ class Metrics(Collector):
             self._by_route[(record.model, record.tier, record.backend)] = series
         return series
 
-    def render(self) -> tuple[bytes, str]:
-        """The exposition and its content type."""
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The exposition and its content type: OpenMetrics, with exemplars, for who asks for it, else Prometheus' text."""
+        exemplars = "application/openmetrics-text" in accept
         lines: list[str] = []
         for histogram in HISTOGRAMS:
             lines += (f"# HELP {histogram.name} {histogram.help}", f"# TYPE {histogram.name} histogram")
             for series in self._series.values():
-                lines += getattr(series, histogram.slot).lines()
+                lines += getattr(series, histogram.slot).lines(exemplars=exemplars)
         lines.append("")
-        return "\n".join(lines).encode() + generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        written = "\n".join(lines).encode()
+        if exemplars:
+            rest: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return written + rest, openmetrics.CONTENT_TYPE_LATEST
+        return written + generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     # -- exposition -------------------------------------------------------------------------------------------
 

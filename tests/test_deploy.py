@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,8 +26,6 @@ from policies import profile as profiles
 from policies.measured import Part, SpecKind
 from proxy.cli import main
 from proxy.config import ConfigError, load, serving
-from proxy.metrics import Metrics
-from proxy.recorder import Recorder
 from tests.deploy_facts import (
     CACHES,
     DEPLOY,
@@ -47,7 +44,6 @@ from tests.deploy_facts import (
     config_of,
     seconds,
 )
-from tests.fake_clock import FakeClock
 
 # -- compose files -------------------------------------------------------------------------------------------
 
@@ -372,107 +368,7 @@ def test_systemd_reads_the_unit_without_complaint(tmp_path: Path) -> None:
     assert (done.returncode, [line for line in done.stderr.splitlines() if "tierline" in line]) == (0, [])
 
 
-# -- what is watched -----------------------------------------------------------------------------------------
-
-
-def exposed() -> dict[str, tuple[str, set[str]]]:
-    """name → (kind, labels), of the metrics that are a contract; and what the process tells of itself."""
-    golden = (ROOT / "tests" / "proxy" / "golden" / "metrics.txt").read_text("utf-8")
-    rows = (line.split() for line in golden.splitlines() if line)
-    found = {name: (kind, set(labels.split(",")) - {"-"}) for name, kind, labels in rows}
-    text = Metrics(config_of("fleet"), list, Recorder(FakeClock(), None)).render()[0].decode()
-    for name, kind in re.findall(r"^# TYPE (process_\w+) (\w+)$", text, re.MULTILINE):
-        found[name] = (kind, set())
-    return found
-
-
-def dashboard() -> dict[str, Any]:
-    return dict(json.loads((DEPLOY / "dashboard.json").read_text("utf-8")))
-
-
-def queries() -> list[tuple[str, str]]:
-    """(panel, PromQL) of every panel, and of the variables."""
-    board = dashboard()
-    found = [(panel["title"], t["expr"]) for panel in board["panels"] for t in panel.get("targets", [])]
-    for variable in board["templating"]["list"]:
-        if variable["type"] == "query":
-            assert variable["definition"] == variable["query"]["query"]
-            found.append((f"${variable['name']}", variable["definition"]))
-    return found
-
-
-@pytest.mark.parametrize(("panel", "query"), queries())
-def test_a_query_asks_for_metrics_and_labels_that_exist(panel: str, query: str) -> None:
-    known = exposed()
-    labels: set[str] = {"job"}
-    names = re.findall(r"\b(?!label_values)((?:tierline|process|vllm)_\w+)", query)
-    assert names
-    for name in names:
-        base = re.sub(r"_(bucket|sum|count)$", "", name)
-        kind = known[base][0] if base in known else known[name][0]
-        assert (kind == "histogram") == (base != name), f"{name} is a {kind}"
-        labels |= known[base][1] | ({"le"} if name.endswith("_bucket") else set())
-    matched = re.findall(r'(\w+)(?:=~|!~|!=|=)"', query)
-    grouped = [word.strip() for group in re.findall(r"\bby \(([^)]*)\)", query) for word in group.split(",")]
-    values = re.findall(r"label_values\(\w+, (\w+)\)", query)
-    assert set(matched + grouped + values) <= labels
-    if "histogram_quantile" in query:
-        assert "le" in grouped
-    for matcher in re.findall(r'(\w+)=~"\$(\w+)"', query):
-        assert matcher[0] == matcher[1]
-
-
-def test_the_dashboard_shows_what_an_operator_asks_first() -> None:
-    shown = {
-        (name, quantile)
-        for _, query in queries()
-        for name in re.findall(r"\btierline_\w+", query)
-        for quantile in [*re.findall(r"histogram_quantile\(([\d.]+)", query), ""]
-    }
-    for name in (
-        "time_to_first_token",
-        "inter_token_latency",
-        "time_per_output_token",
-        "overhead",
-        "queue_wait",
-    ):
-        for quantile in ("0.5", "0.95", "0.99"):
-            assert (f"tierline_{name}_seconds_bucket", quantile) in shown
-    for name in (
-        "requests_total",
-        "tokens_total",
-        "in_flight_requests",
-        "backend_state",
-        "backend_kv_usage_ratio",
-    ):
-        assert (f"tierline_{name}", "") in shown
-
-
-def test_the_dashboard_can_be_imported_anywhere_and_nothing_overlaps() -> None:
-    board = dashboard()
-    panels = board["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    variables = {variable["name"] for variable in board["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", json.dumps(board))) - {"__rate_interval", "__all"} == variables
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        at = panel["gridPos"]
-        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-        assert not cells & taken, panel["title"]
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-        if panel["type"] != "row":
-            assert panel["description"]
-            assert panel["datasource"]["uid"] == "${datasource}"
-
-
-@pytest.mark.parametrize("path", sorted(DEPLOY.glob("prometheus*.yml")), ids=lambda path: path.name)
-def test_a_scrape_config_names_no_metric_that_does_not_exist(path: Path) -> None:
-    text = path.read_text("utf-8")
-    assert set(re.findall(r"\b(?:tierline|process)_\w+", text)) <= set(exposed())
-    jobs = [job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]]
-    asked = {job for _, query in queries() for job in re.findall(r'job="(\w+)"', query)}
-    assert asked <= set(jobs)
+# -- the page -------------------------------------------------------------------------------------------------
 
 
 def test_the_readme_names_every_file_and_only_files_that_are_there() -> None:

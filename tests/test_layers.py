@@ -31,6 +31,7 @@ LAYERS = (
         "explain",
         "reload",
         "series",
+        "histogram",
         "decisions",
     ),
     ("attempt", "tap"),

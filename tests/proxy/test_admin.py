@@ -58,7 +58,7 @@ class Pool:
 
 
 class Exposition:
-    def render(self) -> tuple[bytes, str]:
+    def render(self, accept: str = "") -> tuple[bytes, str]:
         return b"tierline_build_info 1\n", "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -382,6 +382,11 @@ async def test_health_ready_version_and_metrics(make_gateway: MakeGateway, backe
     page = await gateway.ask("/metrics")
     assert page.headers["content-type"].startswith("text/plain")
     assert b"tierline_requests_total{" in page.body
+    page = await gateway.ask(
+        "/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0;q=0.5"}
+    )
+    assert page.headers["content-type"].startswith("application/openmetrics-text")
+    assert page.body.endswith(b"# EOF\n")
     ready = (await gateway.ask("/ready")).json
     assert ready["status"] == "ready"
     assert ready["models"]["tiny"] == {"ready": True, "backends": ["a"], "not": {}}

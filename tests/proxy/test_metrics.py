@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from policies.calibrate import ContentKind
@@ -316,6 +317,73 @@ def test_dropped_records_are_the_recorders_own_number():
 def test_the_process_is_described_too():
     assert b"process_cpu_seconds_total" in made().render()[0]
     assert made().render()[1].startswith("text/plain; version=0.0.4")
+
+
+OPENMETRICS = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3"
+)
+
+
+def exemplars(metrics: Metrics) -> dict[tuple[str, str], tuple[str, float, float]]:
+    """(sample, le) → request id, value, time."""
+    text, kind = metrics.render(OPENMETRICS)
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    return {
+        (sample.name, sample.labels["le"]): (
+            sample.exemplar.labels["request_id"],
+            sample.exemplar.value,
+            sample.exemplar.timestamp,
+        )
+        for family in read_openmetrics(text.decode())
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+
+
+def test_a_bucket_names_the_last_request_that_fell_into_it_in_openmetrics():
+    first, last, slow = (
+        streamed(),
+        streamed(),
+        streamed(first_delta_at=1004.0, last_delta_at=1008.0, finished_at=1009.0),
+    )
+    for ident, record in (("first", first), ("last", last), ("slow", slow)):
+        record.request_id, record.time = ident, 1700000000.25
+    broken = streamed(Outcome.UPSTREAM_CUT, request_id="broken", first_delta_at=1020.0, last_delta_at=1020.0)
+    found = exemplars(observed(first, last, slow, broken))
+    ttft, e2e = "tierline_time_to_first_token_seconds_bucket", "tierline_e2e_request_latency_seconds_bucket"
+    assert {where: (ident, round(seconds, 6)) for where, (ident, seconds, _) in found.items()} == {
+        (ttft, "0.5"): ("last", 0.5),
+        (ttft, "5.0"): ("slow", 4.0),
+        (ttft, "20.0"): ("broken", 20.0),
+        (e2e, "1.0"): ("last", 0.56),
+        (e2e, "10.0"): ("slow", 9.0),
+    }
+    assert {float(time) for _, _, time in found.values()} == {1700000000.25, 0.0}
+
+
+def test_who_does_not_ask_for_openmetrics_gets_no_exemplars():
+    text, _ = everything().render("text/plain")
+    assert b" # {" not in text
+    assert b"# EOF" not in text
+
+
+def test_an_id_that_is_too_long_for_an_exemplar_is_left_out():
+    assert exemplars(observed(streamed(request_id="x" * 118)))
+    assert exemplars(observed(streamed(request_id="x" * 119))) == {}
+
+
+def test_both_formats_say_the_same():
+    plain = {
+        (name, labels): n for (name, labels), n in samples(everything()).items() if "process" not in name
+    }
+    families = read_openmetrics(everything().render(OPENMETRICS)[0].decode())
+    both = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if "process" not in sample.name
+    }
+    assert both == plain
 
 
 def test_no_metric_has_a_created_time_of_its_own():
