@@ -8,8 +8,9 @@ Rules
 3. The places that this gateway holds are a member's, with a lease of LEASE_SECONDS, renewed by every call and by a beat. A
    gateway that is killed gives them back when the lease is over. After a lost connection it joins as a new member and states
    what it holds; what the old one held, known or not, counts for nothing.
-4. What ended is sent with a number, the same again until it is answered: it is charged once. While the gateway is alone it
-   is summed up, and sent when the server is back. Budgets are then those of both; of the buckets the fuller one counts.
+4. What ended is sent with a number. Whether a call arrived whose answer was lost, the next one asks: it is charged once.
+   While the gateway is alone it is summed up, and sent when the server is back. Budgets are then those of both; of the
+   buckets the fuller one counts.
 5. Alone (`on_failure`): "local" by its own limits, from where the shared ones stood; "open" without any; "closed" lets
    nobody in whom a limit concerns. It is tried again every TRY_SECONDS; said is it once.
 """

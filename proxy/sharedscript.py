@@ -14,7 +14,7 @@ begin, with a lease of `lease` microseconds. bye: end, and give everything back.
 accounts: [name, requests, tokens, at once, tokens a day, tokens a month, cost a day, cost a month], 0 without a limit; and,
 if the member states what it knows of it, its [running, tokens held, cost held, requests used, tokens used, and of each
 budget begin and spent]. Places are as stated; of the rest the larger counts.
-process, seq, rows: what ended, charged once, however often it is sent; without rows, only `seq` is asked after. A row:
+process, seq, rows: what ended, as the call of this number; who does not know whether one arrived asks, without rows. A row:
 [account, ended, tokens asked, cost asked, tokens beyond what was asked, tokens used, cost used]. asks: [[accounts], tokens,
 cost].
 
@@ -135,7 +135,7 @@ local last = -1
 if call.seq then
   local key = prefix .. ':done:' .. call.process
   last = tonumber(redis.call('GET', key) or -1)
-  if call.rows and call.seq > last then
+  if call.rows then
     redis.call('SET', key, call.seq, 'PX', KEEP)
     for _, row in ipairs(call.rows) do
       local account = accounts[row[1]]

@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import orjson
@@ -16,7 +17,7 @@ import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.limits import Amount, LimitKind, Quota
+from policies.limits import NOTHING, Amount, LimitKind, Quota, span
 from proxy import sharedledger
 from proxy.config import SharedLimits
 from proxy.errors import ProxyError
@@ -40,6 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 
 MADE: list[SharedLedger] = []
+WALL = 1_700_000_000 * 10**6
+"""What a fake clock adds, in microseconds."""
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +105,8 @@ QUOTAS = st.builds(
     st.none() | st.integers(1, 10**6).map(lambda billionths: billionths / 1e9),
     st.none() | st.integers(1, 10**6).map(lambda billionths: billionths / 1e9),
 )
-AMOUNTS = st.builds(Amount, st.integers(0, 60), st.integers(0, 200_000))
-MICROS = st.integers(0, 10**7) | st.integers(0, 10**9) | st.integers(0, 40 * 86_400 * 10**6)
+AMOUNTS = st.just(NOTHING) | st.builds(Amount, st.integers(0, 60), st.integers(0, 200_000))
+MICROS = st.just(-1) | st.integers(0, 10**7) | st.integers(0, 10**9) | st.integers(0, 40 * 86_400 * 10**6)
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 1),
@@ -126,7 +129,8 @@ async def same(
     both = await gateways(server, {name: quota for name, quota in zip(names, quotas, strict=True) if quota})
     micros, running = round(both.clock.time * 1e6), list[tuple[int, tuple[str, ...], Amount]]()
     for which, later, payers, ask, used, ends in steps:
-        micros += later
+        # -1: to midnight, to the microsecond
+        micros += later if later >= 0 else -(micros + WALL) % (86_400 * 10**6)
         both.clock.time = micros / 1e6
         if ends and running:
             holder, paid, asked = running.pop(later % len(running))
@@ -148,7 +152,7 @@ async def same(
     MADE.clear()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(QUOTAS, min_size=3, max_size=3), STEPS)
 def test_two_gateways_decide_as_one_that_has_all_of_it(
     server: ValkeyServer,
@@ -160,6 +164,30 @@ def test_two_gateways_decide_as_one_that_has_all_of_it(
         asyncio.run(same(quotas, steps, server))
     finally:
         sharedledger.LEASE_SECONDS = before
+
+
+async def test_who_asks_for_nothing_does_not_fit_into_a_budget_that_is_used_up(server: ValkeyServer) -> None:
+    _, (one, other), _ = await counted(server, Quota(tokens_per_day=10))
+    assert [await let_in(one, 9), await let_in(other), await let_in(one, 1)] == [True, True, True]
+    assert [await let_in(one), await let_in(other)] == [False, False]
+
+
+async def test_every_day_and_month_begins_when_the_calendar_says(server: ValkeyServer) -> None:
+    clock, (one, _), _ = await counted(server, Quota(tokens_per_day=5, tokens_per_month=5))
+    kinds = LimitKind.TOKENS_DAY, LimitKind.TOKENS_MONTH
+    for year in (1999, 2000, 2023, 2024, 2025, 2099, 2100, 2101):
+        for month in range(1, 13):
+            first = datetime(year, month, 1, tzinfo=UTC).timestamp()
+            for wall in (first - 1, first, first + 86_399, first + 86_400 * 27.5):
+                clock.time = wall - WALL / 1e6
+                name = f"key:{wall}"
+                one.configure({name: Quota(tokens_per_day=5, tokens_per_month=5)})
+                await one._join()  # as much time may have passed as a lease has
+                assert (await one.enter((name,), Amount(1)))[0] is None
+                (account,) = one._local.accounts((name,))
+                assert [budget.begins for budget in account.budgets] == [
+                    span(kind, wall)[0] for kind in kinds
+                ]
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
