@@ -19,16 +19,19 @@ typedef struct {
     PyObject *head, *tail;                  /* bytes */
     PyObject *new_head, *new_tail;          /* bytes; NULL: as they came */
     PyObject *parts, *marks;                /* lists; parts may be NULL */
+    PyObject *between, *ids, *texts;        /* bytes and lists of Shape.kept, all NULL: nothing is kept */
     PyObject *write, *now, *fold;           /* callables */
 } Lane;
 
-static PyObject *name_received, *name_head, *name_tail, *name_renamed, *name_inside, *name_parts;
+static PyObject *name_received, *name_head, *name_tail, *name_renamed, *name_inside, *name_parts, *name_kept;
 
 static int
 lane_traverse(Lane *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->shape);
     Py_VISIT(self->parts);
+    Py_VISIT(self->ids);
+    Py_VISIT(self->texts);
     Py_VISIT(self->marks);
     Py_VISIT(self->write);
     Py_VISIT(self->now);
@@ -46,6 +49,9 @@ lane_clear(Lane *self)
     Py_CLEAR(self->new_head);
     Py_CLEAR(self->new_tail);
     Py_CLEAR(self->parts);
+    Py_CLEAR(self->between);
+    Py_CLEAR(self->ids);
+    Py_CLEAR(self->texts);
     Py_CLEAR(self->marks);
     Py_CLEAR(self->write);
     Py_CLEAR(self->now);
@@ -70,6 +76,28 @@ bytes_of(PyObject *value)
         Py_CLEAR(value);
     }
     return value;
+}
+
+/* Shape.kept, which is None or three things. */
+static int
+read_kept(Lane *self, PyObject *shape)
+{
+    PyObject *kept = PyObject_GetAttr(shape, name_kept);
+    if (kept == NULL)
+        return -1;
+    int failed = 0;
+    if (kept != Py_None) {
+        self->between = bytes_of(PySequence_GetItem(kept, 0));
+        self->ids = self->between ? PySequence_GetItem(kept, 1) : NULL;
+        self->texts = self->ids ? PySequence_GetItem(kept, 2) : NULL;
+        failed = self->texts == NULL;
+        if (!failed && !(PyList_Check(self->ids) && PyList_Check(self->texts))) {
+            PyErr_SetString(PyExc_TypeError, "ids and texts are kept in lists");
+            failed = 1;
+        }
+    }
+    Py_DECREF(kept);
+    return failed ? -1 : 0;
 }
 
 static int
@@ -99,7 +127,7 @@ read_shape(Lane *self, PyObject *shape)
     if (PyList_Check(parts))
         self->parts = Py_NewRef(parts);
     Py_DECREF(parts);
-    return 0;
+    return read_kept(self, shape);
 }
 
 static PyObject *
@@ -214,6 +242,34 @@ note(Lane *self, const char *text, Py_ssize_t length)
     return failed ? -1 : 0;
 }
 
+/* Where the ids that end at `end` begin; `end` if what stands there is none. */
+static const char *
+ids_before(const char *begin, const char *end)
+{
+    const char *at = end;
+    int digits = 0;
+    for (; at > begin; at--) {
+        if (at[-1] >= '0' && at[-1] <= '9') {
+            if (++digits > 18)
+                return end;
+        }
+        else if (at[-1] == ',' && digits > 0)
+            digits = 0;
+        else
+            break;
+    }
+    return digits > 0 ? at : end;
+}
+
+static int
+append_bytes(PyObject *list, const char *at, Py_ssize_t length)
+{
+    PyObject *piece = PyBytes_FromStringAndSize(at, length);
+    int failed = piece == NULL || PyList_Append(list, piece) < 0;
+    Py_XDECREF(piece);
+    return failed ? -1 : 0;
+}
+
 /* Marks the time of a delta; folds the marks when there are many. */
 static int
 mark(Lane *self)
@@ -243,9 +299,24 @@ take(Lane *self, PyObject *chunk)
     Py_ssize_t inside = length - start - head - tail - 2;
     if (start == 0 || inside < 1 || memcmp(data + start, PyBytes_AS_STRING(self->head), head) != 0)
         return 0;
-    const char *text = data + start + head;
-    if (memcmp(text + inside, PyBytes_AS_STRING(self->tail), tail) != 0 || !passes(self->inside, text, text + inside))
+    const char *text = data + start + head, *end = text + inside, *ids = end;
+    if (memcmp(end, PyBytes_AS_STRING(self->tail), tail) != 0)
         return 0;
+    if (self->texts != NULL && PyBytes_GET_SIZE(self->between) > 0) {
+        Py_ssize_t between = PyBytes_GET_SIZE(self->between);
+        ids = ids_before(text, end);
+        inside = ids - text - between;
+        if (ids == end || inside < 1 || memcmp(text + inside, PyBytes_AS_STRING(self->between), between) != 0)
+            return 0;
+    }
+    if (!passes(self->inside, text, text + inside))
+        return 0;
+    if (self->texts != NULL) {
+        if (append_bytes(self->texts, text, inside) < 0)
+            return -1;
+        if (ids < end && append_bytes(self->ids, ids, end - ids) < 0)
+            return -1;
+    }
     if (note(self, text, inside) < 0)
         return -1;
     PyObject *out;
@@ -317,6 +388,7 @@ PyInit__lane(void)
     struct { PyObject **name; const char *text; } names[] = {
         {&name_received, "received"}, {&name_head, "head"}, {&name_tail, "tail"},
         {&name_renamed, "renamed"}, {&name_inside, "inside"}, {&name_parts, "parts"},
+        {&name_kept, "kept"},
     };
     for (size_t at = 0; at < sizeof names / sizeof *names; at++)
         if ((*names[at].name = PyUnicode_InternFromString(names[at].text)) == NULL)

@@ -135,8 +135,8 @@ class Gate:
         *,
         traced: bool = True,
     ) -> Pass | Refused:
-        """Until the request is let in or turned away. `queued`: told, at once, that it has to wait. ident: its id, and traced:
-        whether its trace is wanted here: for a gate that is elsewhere (`remote`)."""
+        """Until the request is let in or turned away. `queued`: told, at once, that it has to wait. ident: its id, and
+        traced: whether its trace is wanted here: for a gate that is elsewhere (`remote`)."""
         made = self.offer(facts, names, pinned)
         if not isinstance(made, InLine):
             return made

@@ -5,8 +5,9 @@ Rules
    as everybody spells it, the same head, the same tail, and a text that nobody has to look at. Then it is written as
    it came and its time is marked. Anything else goes the long way, `received`: parser, relay, reader. That way is
    always right; this one only saves it.
-2. The short way is open until a chunk went the long way: only there can change what text may pass (see `Shape`).
-3. At a few thousand chunks a second most of what runs has left the CPU's caches in between, so what counts is how
+2. Where ids of tokens come along, for another backend to go on from (`wire.continuation`), they are taken out and kept.
+3. The short way is open until a chunk went the long way: only there can change what text may pass (see `Shape`).
+4. At a few thousand chunks a second most of what runs has left the CPU's caches in between, so what counts is how
    little is touched. `PythonLane` says all of it; `_lane.c` is the same compiled, and used where it was built.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from proxy.wire.streams import FITS, Shape
+from proxy.wire.streams import FITS, IDS_FIT, Shape
 
 MARKS = 256
 """Times of deltas kept before they are folded into the histogram: cheaper together, and bounded."""
@@ -91,15 +92,23 @@ class PythonLane:
         if self._open and (length := len(data)) <= LONGEST:
             shape, line, head, tail = self._shape, SIZE_LINES[length], self._head, self._tail
             assert shape is not None
+            kept = shape.kept
             start = len(line)
             begin, end = start + len(head), length - len(tail)
+            stop = end if kept is None or not kept.between else data.rfind(kept.between, begin, end)
             if (
-                begin < end
+                begin < stop
                 and data.startswith(line)
                 and data.startswith(head, start)
                 and data.endswith(tail)
-                and FITS[shape.inside](data, begin, end) is not None
+                and FITS[shape.inside](data, begin, stop) is not None
+                and (stop == end or kept is None or IDS_FIT(data, stop + len(kept.between), end) is not None)
             ):
+                if kept is not None:
+                    kept.texts.append(data[begin:stop])
+                    if stop < end:
+                        kept.ids.append(data[stop + len(kept.between) : end])
+                end = stop
                 if shape.parts is not None:
                     shape.parts.append(data[begin:end].decode())
                 if shape.renamed is not None:

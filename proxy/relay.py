@@ -147,6 +147,8 @@ class Relay:
         """In a stream that has begun, what is like the delta last learned may take the lane."""
         reader = self._reader
         shape = reader.passing if reader is not None and self.events_sent and not self._stopped else None
+        if shape is not None and self._plan.transcript is not None:
+            shape = self._plan.transcript.shape(shape)
         write = self._answer.chunk_writer()
         if shape is not None and write is not None:
             lane.open(shape, write, self._now, self._marks, self._fold)
@@ -202,6 +204,8 @@ class Relay:
             record.last_delta_at = marks[-1]
             record.gaps.add_between(marks)
             del marks[:-1]  # where the next gap starts
+        if self._plan.transcript is not None:
+            self._plan.transcript.fold()
 
     def _unread(self, piece: bytes) -> None:
         """A piece of an answer that is no event stream of ours."""
@@ -358,14 +362,12 @@ class Relay:
 
     def held(self) -> bytes:
         """Text of a stream that broke and could have gone on, held for what would have followed."""
-        if self._plan.transcript is None or self._reader is None:
-            return b""
-        return self._reader.flush()
+        reader = self._reader if self._plan.transcript is not None else None
+        return reader.flush() if reader is not None else b""
 
     @property
     def in_band(self) -> bool:
-        """What was sent so far is an event stream of the endpoint, or comments that began one: an error can be told
-        as an event."""
+        """An error can be told as an event: the client reads an event stream, or comments that began one."""
         return self._mode is Kind.STREAM or not self.events_sent
 
     @property
@@ -436,10 +438,8 @@ class Relay:
     def comment(self) -> None:
         """Tell the client that the answer is still to come."""
         if not self._answer.started:
-            headers = self._headers_for(200, self._headers)
-            if self._mode is Kind.WAITING:
-                headers = [*headers, (b"content-type", b"text/event-stream; charset=utf-8")]
-            self._answer.start(200, headers, None, KEEPALIVE)
+            kind = [(b"content-type", b"text/event-stream; charset=utf-8")] * (self._mode is Kind.WAITING)
+            self._answer.start(200, [*self._headers_for(200, self._headers), *kind], None, KEEPALIVE)
         else:
             self._answer.push(KEEPALIVE)
 

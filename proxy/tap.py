@@ -34,7 +34,8 @@ class Tap:
         self._sink.head(status, headers)
 
     def between(self, lane: Lane) -> None:
-        """No event takes the lane: each has its ids."""
+        if self._events is not None and not self._events.pending:
+            self._sink.between(lane)
 
     def data(self, piece: bytes) -> None:
         if self._events is not None:

@@ -6,7 +6,9 @@ Rules
 2. What the client has is read from the very bytes that went to it, and only when it is needed: until then the bytes are
    kept, and read in batches so that a long answer does not cost its weight in JSON.
 3. An answer whose ids have a hole, or that came without its prompt's, is not continued by token.
-4. An answer that is kept for its text alone loses nothing on the way but what comes behind an abort.
+4. Deltas that are all alike pass unseen (`proxy.lane`), and leave text and ids behind: many of them are read as the one
+   delta that says the same (`fold`), before anything that comes later.
+5. An answer that is kept for its text alone loses nothing on the way but what comes behind an abort.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import orjson
 
 from proxy.wire.chatdelta import THOUGHTS
 from proxy.wire.sse import Splitter, fields
-from proxy.wire.streams import choice_index
+from proxy.wire.streams import Kept, Shape, choice_index
 
 ABORT = "abort"
 """The finish_reason of what vLLM gives up."""
@@ -37,6 +39,7 @@ _IDS = re.compile(rb'([{,]\s*"(prompt_token_ids|token_ids)"\s*:\s*)' + _LIST)
 _KEY = b',"token_ids":'
 _NEXT = re.compile(_KEY + rb"\[(\d{1,18}(?:,\d{1,18})*)\]")
 _GOES_ON = b'"finish_reason":null,'
+_NO_IDS = _KEY + b"null"
 _FINISH = re.compile(rb'[{,]\s*"finish_reason"\s*:\s*"(\w+)"')
 _ABORTED = b'"abort"'
 _NOT_REPEATED = frozenset({"choices", "usage", "prompt_token_ids", "prompt_text"})
@@ -109,15 +112,17 @@ class Transcript:
 
     __slots__ = (
         "_closed",
+        "_ids",
         "_kept",
         "_parts",
+        "_passing",
+        "_plain",
         "_said",
         "_shows_usage",
         "_size",
         "_text",
         "begun",
         "finish",
-        "ids",
         "intact",
         "prompt_ids",
     )
@@ -129,7 +134,7 @@ class Transcript:
         self.begun = False
         """The client has something."""
         self.prompt_ids = array("q")
-        self.ids = array("q")  # a list takes four times as much, and prompts are long
+        self._ids = array("q")  # a list takes four times as much, and prompts are long
         self.intact = not text
         """No event with text came without its ids, and none went out that cannot be read."""
         self.finish: str | None = None
@@ -139,14 +144,52 @@ class Transcript:
         self._kept = Splitter()
         self._size = 0
         self._said = Said()
+        self._plain: Shape | None = None
+        self._passing: Shape | None = None
 
     @property
     def usable(self) -> bool:
         """Another backend could go on behind the last token."""
         return self.intact and len(self.prompt_ids) > 0
 
+    @property
+    def ids(self) -> array[int]:
+        """Of the answer's tokens so far."""
+        self.fold()
+        return self._ids
+
+    def shape(self, plain: Shape) -> Shape | None:
+        """Of deltas as they come, which the client is to see as `plain` ones. None: each has to be looked at."""
+        if plain is self._plain:
+            return self._passing
+        self.fold()
+        self._plain, self._passing = plain, None
+        if self._text:
+            self._passing = plain._replace(kept=Kept(b"", [], []))
+        elif self.prompt_ids:
+            before, found, tail = plain.tail.partition(_NO_IDS)
+            if found:
+                kept = Kept(before + _KEY + b"[", [], [])
+                seen = plain.renamed or (plain.head, plain.tail)
+                self._passing = plain._replace(tail=b"]" + tail, renamed=seen, kept=kept)
+        return self._passing
+
+    def fold(self) -> None:
+        """Take in what passed unseen."""
+        kept = self._passing.kept if self._passing is not None else None
+        if kept is None or self._plain is None or not kept.texts:
+            return
+        if kept.ids:
+            self._ids.extend(map(int, b",".join(kept.ids).split(b",")))
+        head, tail = self._plain.renamed or (self._plain.head, self._plain.tail)
+        said = head + b"".join(kept.texts) + tail
+        kept.ids.clear()
+        kept.texts.clear()
+        self.sent(said)
+
     def strip(self, event: bytes) -> bytes:
         """The event as it would have come had nobody asked for ids."""
+        self.fold()
         if self._closed:
             return b"" if self.finish == ABORT else event  # vLLM tells usage behind an abort: of a part
         if self._text:
@@ -159,7 +202,7 @@ class Transcript:
             plain = _NEXT.match(event, event.find(_KEY))  # nearly all, as vLLM spells them
         if plain is None:
             return self._strip(event)
-        self.ids.extend(map(int, plain[1].split(b",")))
+        self._ids.extend(map(int, plain[1].split(b",")))
         return event[: plain.start(1) - 1] + b"null" + event[plain.end() :]
 
     def _strip(self, event: bytes) -> bytes:
@@ -170,7 +213,7 @@ class Transcript:
             taken = True
             ids = [int(id) for id in match[3].split(b",") if id.strip()]
             if match[2] == b"token_ids":
-                self.ids.extend(ids)
+                self._ids.extend(ids)
             elif not self.prompt_ids:
                 self.prompt_ids.extend(ids)
             return match[1] + b"null"
@@ -196,12 +239,14 @@ class Transcript:
     @property
     def said(self) -> Said:
         """What the client has of the answer; `usable` counts afterwards."""
+        self.fold()
         self._read()
         return self._said
 
     def next_leg(self, ids: Sequence[int]) -> None:
         """Another backend goes on behind `ids`."""
-        self.ids = array("q", ids)
+        self.fold()
+        self._ids = array("q", ids)
         self.finish = None
         self._closed = False
 

@@ -59,11 +59,24 @@ def _decode(data: bytes) -> Any:
             raise MalformedStream(f"event data is not JSON: {exc}") from None
 
 
+class Kept(NamedTuple):
+    """What is kept of deltas that pass unseen. between: what stands between the string and the ids of its tokens, which
+    stand before the tail; empty where there are no ids. ids, texts: get what stood there, as it came."""
+
+    between: bytes
+    ids: list[bytes]
+    texts: list[bytes]
+
+
+IDS_FIT = re.compile(rb"\d{1,18}(?:,\d{1,18})*").fullmatch
+"""Ids as vLLM spells them."""
+
+
 class Shape(NamedTuple):
     """Content deltas that differ in one string only: `head`, the inside of that string, `tail`.
 
     renamed: head and tail as the client is to see them, None: as they came. parts: gets the string where it is
-    collected; it is ASCII then.
+    collected; it is ASCII then. kept: so that another backend could go on with the answer.
     """
 
     head: bytes
@@ -71,6 +84,7 @@ class Shape(NamedTuple):
     renamed: tuple[bytes, bytes] | None
     inside: Inside = Inside.ANY
     parts: list[str] | None = None
+    kept: Kept | None = None
 
     def find(self, event: bytes) -> tuple[int, int] | None:
         """Where the string of an event stands that is of this head and tail."""

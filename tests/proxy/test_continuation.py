@@ -13,6 +13,7 @@ import pytest
 from proxy.abilities import Ability
 from proxy.errors import Ending, Hedged, Outcome
 from proxy.sim.plan import Dialect
+from proxy.tap import Tap
 from tests.client import Response
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway
 from tests.proxy.scenes import eventually
@@ -22,6 +23,7 @@ from tests.scripted import (
     Close,
     ScriptedBackend,
     Stall,
+    WaitFor,
     chat_stream,
     event,
     json_answer,
@@ -410,6 +412,34 @@ def breaks_then_other(gateway: Gateway, backend: ScriptedBackend, *texts: str) -
     gateway.app.pool.set_draining("b", True)
     swap = Call(lambda: gateway.app.pool.set_draining("b", False))
     backend.answer([*sse(*ids_stream(*texts, finish=None), done=False)[:-1], swap, Close()])
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["plain", "tools"])
+async def test_deltas_that_are_alike_pass_unseen_and_what_they_say_is_kept(
+    make_gateway: MakeGateway, backend: ScriptedBackend, tools: dict[str, Any]
+) -> None:
+    gateway, gate = await scripted(make_gateway, backend), asyncio.Event()
+    head, *events = sse(*ids_stream("One", *["one"] * 400, "two", finish="stop"))
+    backend.answer([head, *events[:2], WaitFor(gate), *events[402:]])
+    client = await gateway.connect()
+    client.send(CHAT, body("hi", **tools))
+    await client.read_until(b'"One"')
+    (upstream,) = gateway.app.pool.backends["a"].connections._all
+    (exchange,) = gateway.app.gateway.exchanges
+    transcript = exchange._continuation._transcript  # type: ignore[union-attr]
+    assert transcript is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tap, "data", None)  # whoever calls it fails
+        for told in ids_stream("One", *["one"] * 400, finish=None)[2:]:
+            upstream.data_received(b"%x\r\n%b\r\n" % (len(told), told))
+    assert list(transcript.ids) == list(range(401))
+    assert transcript.said.content == "One" + "one" * 400
+    gate.set()
+    reply = await client.read()
+    client.close()
+    assert heard(reply)[1] == "One" + "one" * 400 + "two"
+    assert b'token_ids":[' not in reply.body
+    assert (await gateway.record()).gaps.count == 401
 
 
 @pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}], ids=["plain", "tools"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.lane import LONGEST, MARKS, CompiledLane, PythonLane
-from proxy.wire.streams import Inside, Shape
+from proxy.wire.streams import Inside, Kept, Shape
 
 HEAD = b'data: {"id":"c","choices":[{"delta":{"content":"'
 TAIL = b'"},"finish_reason":null}]}\n\n'
@@ -49,7 +49,8 @@ class Trip:
         del self.marks[:-1]
 
     def seen(self) -> tuple[object, ...]:
-        return self.written, self.received, self.marks, self.folded, self.lane.sent, self.shape.parts
+        shape = self.shape
+        return self.written, self.received, self.marks, self.folded, self.lane.sent, shape.parts, shape.kept
 
 
 def chunk(event: bytes) -> bytes:
@@ -178,6 +179,44 @@ def test_arguments_are_collected_on_the_way(form: type[PythonLane]) -> None:
     assert parts == ["def f(x):", " return x"]
 
 
+BETWEEN = b'"},"finish_reason":null,"token_ids":['
+ID_TAIL = b"]}]}\n\n"
+
+
+def with_ids() -> Shape:
+    return Shape(HEAD, ID_TAIL, (HEAD, TAIL), kept=Kept(BETWEEN, [], []))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_are_taken_out_and_kept_with_their_text(form: type[PythonLane]) -> None:
+    trip = Trip(form, with_ids())
+    for text, ids in ((b" a", b"17"), (b"1,2", b"3,444"), (b"\\n", b"123456789012345678")):
+        trip.lane.data_received(chunk(HEAD + text + BETWEEN + ids + ID_TAIL))
+    assert trip.written == [delta(b" a"), delta(b"1,2"), delta(b"\\n")]
+    assert trip.shape.kept == (BETWEEN, [b"17", b"3,444", b"123456789012345678"], [b" a", b"1,2", b"\\n"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "ids", [b"", b",", b"1,", b",1", b"1,,2", b"1, 2", b"-1", b"1.5", b"null", b"1" * 19, b"1],[2"]
+)
+def test_what_are_no_ids_goes_the_long_way(form: type[PythonLane], ids: bytes) -> None:
+    trip = Trip(form, with_ids())
+    data = chunk(HEAD + b"x" + BETWEEN + ids + ID_TAIL)
+    trip.lane.data_received(data)
+    assert trip.received == [data]
+    assert trip.seen()[0] == []
+    assert trip.shape.kept == (BETWEEN, [], [])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_text_is_kept_also_where_there_are_no_ids(form: type[PythonLane]) -> None:
+    trip = Trip(form, Shape(HEAD, TAIL, None, kept=Kept(b"", [], [])))
+    trip.lane.data_received(delta(b"x"))
+    assert trip.written == [delta(b"x")]
+    assert trip.shape.kept == (b"", [], [b"x"])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_marks_are_folded_before_they_grow(form: type[PythonLane]) -> None:
     trip = Trip(form)
@@ -261,6 +300,11 @@ TEXTS = st.lists(
 ).map(b"".join)
 
 
+IDS = st.lists(st.sampled_from([b"1", b"23", b",", b",", b"1" * 18, b" ", b"]", BETWEEN]), max_size=5).map(
+    b"".join
+)
+
+
 def mutated(draw: Callable[..., object], data: bytes) -> bytes:
     """The chunk as it is, cut, or with a byte of it changed or put in."""
     at = draw(st.integers(0, len(data)))
@@ -284,12 +328,18 @@ def test_the_compiled_lane_does_what_the_python_one_does(data: st.DataObject) ->
     assert CompiledLane is not None
     inside = data.draw(st.sampled_from(Inside))
     renamed = data.draw(st.sampled_from([None, RENAMED]))
-    trips = [
-        Trip(form, Shape(HEAD, TAIL, renamed, inside, [] if inside is Inside.ASCII else None))
-        for form in (PythonLane, CompiledLane)
-    ]
+    between = data.draw(st.sampled_from([None, b"", BETWEEN]))
+    tail = ID_TAIL if between else TAIL
+
+    def shape() -> Shape:
+        kept = None if between is None else Kept(between, [], [])
+        parts: list[str] | None = [] if inside is Inside.ASCII else None
+        return Shape(HEAD, tail, RENAMED if between else renamed, inside, parts, kept)
+
+    trips = [Trip(form, shape()) for form in (PythonLane, CompiledLane)]
     for _ in range(data.draw(st.integers(1, 5))):
-        piece = mutated(data.draw, delta(data.draw(TEXTS)))
+        middle = between + data.draw(IDS) if between else b""
+        piece = mutated(data.draw, chunk(HEAD + data.draw(TEXTS) + middle + tail))
         again = data.draw(st.booleans())
         for trip in trips:
             if again:
