@@ -84,7 +84,7 @@ class Callers:
     """Who has which key. Made anew at every change, and put in force in one step.
 
     keys: (keyed hash, who, until when this hash opens). secret: of the hash. required: a key is asked for, also when
-    nobody has one.
+    nobody has one. used: gets when each of them was used last.
     """
 
     def __init__(
@@ -93,7 +93,9 @@ class Callers:
         secret: bytes = b"",
         *,
         required: bool = False,
+        used: dict[str, float] | None = None,
     ) -> None:
+        self._used = {} if used is None else used
         self._secret = secret
         self._by_hash = {hashed: (caller, until) for hashed, caller, until in keys}
         self.required = required or bool(self._by_hash)
@@ -108,5 +110,6 @@ class Callers:
             if found is not None:
                 caller, until = found
                 if until is None or wall < until:
+                    self._used[caller.ident or ""] = wall
                     return caller
         return None

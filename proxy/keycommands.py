@@ -1,4 +1,4 @@
-"""`tierline keys`: make, list, revoke and rotate the keys of the store, and hash one for the configuration.
+"""`tierline keys`: make, list, change, revoke and rotate the keys of the store, and hash one for the configuration.
 
 Rules: nothing beyond click is imported until one of them runs. A key goes to stdout alone, once, when it is made; it is
 never read from argv, and nothing else is printed of it but its beginning. What is done is said on stderr.
@@ -20,7 +20,7 @@ from proxy.replay.cli import config_option
 
 if TYPE_CHECKING:
     from proxy.config import Config
-    from proxy.keystore import Store, StoredKey
+    from proxy.keystore import Spent, Store, StoredKey
 
 FAILED, USAGE = 1, 2
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -54,19 +54,33 @@ def hash_key(name: str) -> None:
     click.echo(f'sha256 = "{digest(key)}"')
 
 
+def setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What a key may, as options; the same for those that make one and those that change one."""
+    options = (
+        click.option(
+            "--model", "models", multiple=True, metavar="NAME", help="A model it may ask for. Without: all."
+        ),
+        click.option(
+            "--tier", "tiers", multiple=True, metavar="NAME", help="A tier it may ask for. Without: all."
+        ),
+        click.option("--priority", type=int, metavar="N", help="Of its requests, -9 to 9."),
+        click.option("--tool-format", metavar="FORMAT", help="How tool calls leave: openai, xml or json."),
+        click.option("--reserve-tokens", type=int, metavar="N", help="Of an answer, reserved at most."),
+        click.option(
+            "--limit", "limits", multiple=True, metavar="LIMIT=N", help="Such as requests_per_minute=60."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @keys.command()
 @click.argument("name")
 @config_option
 @click.option("--tenant", metavar="NAME", help="Whose it is. Without: its own name.")
 @click.option("--expires", metavar="WHEN", help="90d, 12h, or a date such as 2027-01-31 (UTC).")
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME", help="A model it may ask for. Without: all."
-)
-@click.option("--tier", "tiers", multiple=True, metavar="NAME", help="A tier it may ask for. Without: all.")
-@click.option("--priority", type=int, metavar="N", help="Of its requests, -9 to 9.")
-@click.option("--tool-format", metavar="FORMAT", help="How tool calls leave: openai, xml or json.")
-@click.option("--reserve-tokens", type=int, metavar="N", help="Of an answer, reserved at most.")
-@click.option("--limit", "limits", multiple=True, metavar="LIMIT=N", help="Such as requests_per_minute=60.")
+@setting_options
 def add(
     name: str, path: str, tenant: str | None, expires: str | None, limits: tuple[str, ...], **more: object
 ) -> None:
@@ -77,10 +91,9 @@ def add(
     config = _load(path)
     now = _now()
     until = None if expires is None else _when(expires, now)
-    given = {key: list(value) if isinstance(value, tuple) else value for key, value in more.items()}
-    settings = {key: value for key, value in given.items() if value not in (None, [])}
+    settings = _given(more)
     if limits:
-        settings["limits"] = dict(_limit(text) for text in limits)
+        settings["limits"] = {limit: value for limit, value in map(_limit, limits) if value is not None}
     _check(config, name, tenant or name, settings)
     with _store(config) as store:
         try:
@@ -95,23 +108,72 @@ def add(
 @click.option("--all", "everything", is_flag=True, help="Revoked ones, too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON array.")
 def list_keys(path: str, everything: bool, as_json: bool) -> None:
-    """What keys there are in the store, by their beginnings."""
+    """What keys there are in the store, by their beginnings.
+
+    Left: of budgets, by what the gateway wrote last; a request that runs is not charged yet.
+    """
     with _store(_load(path)) as store:
         found = [key for key in store.read() if everything or key.revoked is None]
+        uses, budgets = store.uses(), store.budgets()
     now = _now()
-    rows = [_row(key, now) for key in found]
+    rows = [_row(key, now, uses.get(key.label), budgets) for key in found]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     if not rows:
         click.echo("no keys")
         return
-    head = ("key", "name", "tenant", "made", "expires", "state", "settings")
+    head = ("key", "name", "tenant", "made", "expires", "used", "state", "settings", "left")
     table = [head, *([_cell(row[name]) for name in head] for row in rows)]
     widths = [max(len(line[place]) for line in table) for place in range(len(head))]
     for line in table:
         padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         click.echo("  ".join(padded).rstrip())
+
+
+@keys.command("set")
+@click.argument("which")
+@config_option
+@click.option(
+    "--expires", metavar="WHEN", help="90d from now, 12h, a date such as 2027-01-31 (UTC), or never."
+)
+@setting_options
+@click.option(
+    "--clear", multiple=True, metavar="SETTING", help="As if it had never been set, such as models or limits."
+)
+def set_key(
+    which: str,
+    path: str,
+    expires: str | None,
+    limits: tuple[str, ...],
+    clear: tuple[str, ...],
+    **more: object,
+) -> None:
+    """Change what a key may, or until when. What is not named stays; --limit LIMIT=none takes one away.
+
+    WHICH: its beginning (tl-…) or its name.
+    """
+    config = _load(path)
+    given, limited = _given(more), [_limit(text) for text in limits]
+    unknown = [name for name in clear if name not in (*more, "limits")]
+    if unknown:
+        _fail(f"--clear: no setting is named {unknown[0]!r}; there are {', '.join((*more, 'limits'))}", USAGE)
+    if not (given or limited or clear or expires):
+        _fail("nothing to change: name a setting, --expires or --clear", USAGE)
+    until = None if expires in (None, "never") else _when(expires, _now())
+
+    def changed(key: StoredKey) -> tuple[Mapping[str, object], float | None]:
+        settings = {name: value for name, value in key.settings.items() if name not in clear} | given
+        before = settings.pop("limits", {})
+        kept = dict(before if isinstance(before, Mapping) else {}) | dict(limited)
+        if kept := {limit: value for limit, value in kept.items() if value is not None}:
+            settings["limits"] = kept
+        _check(config, key.name, key.tenant, settings)
+        return settings, key.expires if expires is None else until
+
+    with _store(config) as store:
+        now = _find(which, lambda: store.change(which, changed))
+    click.echo(f'{now.label} ("{now.name}") is changed, {IN_FORCE}: {_cell(now.settings)}', err=True)
 
 
 @keys.command()
@@ -197,8 +259,17 @@ def _check(config: Config, name: str, tenant: str, settings: Mapping[str, object
         _fail("\n".join(problems), USAGE)
 
 
-def _limit(text: str) -> tuple[str, float]:
+def _given(more: Mapping[str, object]) -> dict[str, object]:
+    """The settings that were named."""
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in more.items()}
+    return {key: value for key, value in given.items() if value not in (None, [])}
+
+
+def _limit(text: str) -> tuple[str, float | None]:
+    """None: no limit."""
     name, _, number = text.partition("=")
+    if number == "none":
+        return name, None
     try:
         return name, int(number)
     except ValueError:
@@ -236,7 +307,27 @@ def _date(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(timespec="minutes").replace("+00:00", "Z")
 
 
-def _row(key: StoredKey, now: float) -> dict[str, object]:
+def _left(key: StoredKey, now: float, budgets: list[Spent]) -> dict[str, float]:
+    """Of each budget of this key, as of now."""
+    from policies.limits import BILLION, COSTS, Account
+    from proxy.config import ConfigError, read_settings
+
+    try:
+        account = Account(read_settings(key.settings, key.label).limits.quota)
+    except ConfigError:
+        return {}
+    spent = {row.kind: row for row in budgets if row.account == f"key:{key.label}"}
+    left: dict[str, float] = {}
+    for budget in account.budgets:
+        if (row := spent.get(budget.kind.value)) is not None:
+            budget.resume(row.begins, row.spent)
+        budget.roll(now)
+        rest = max(0, budget.limit - budget.spent)
+        left[budget.kind.value] = rest / BILLION if budget.kind in COSTS else rest
+    return left
+
+
+def _row(key: StoredKey, now: float, used: float | None, budgets: list[Spent]) -> dict[str, object]:
     state = "revoked" if key.revoked is not None else "expired" if _over(key.expires, now) else "active"
     if state == "active" and len([until for _, until in key.hashes if not _over(until, now)]) > 1:
         state = "rotating"
@@ -246,8 +337,10 @@ def _row(key: StoredKey, now: float) -> dict[str, object]:
         "tenant": key.tenant,
         "made": _date(key.made),
         "expires": None if key.expires is None else _date(key.expires),
+        "used": None if used is None else _date(used),
         "state": state,
         "settings": key.settings,
+        "left": _left(key, now, budgets),
     }
 
 

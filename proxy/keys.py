@@ -1,8 +1,10 @@
 """Who has which key, and which limits: from the configuration and the store, kept up to date while the gateway runs.
 
 Rules
-1. The store is looked at every TURN_SECONDS, and what budgets spent is written then: in a thread, never on the request path.
-   So a change by `tierline keys` is in force within a second, and a killed gateway has lost a second of spending at most.
+1. Every LOOK_SECONDS one look at the store's log says whether somebody has written. If so, and else every TURN_SECONDS, the
+   store is read, and what budgets spent is written: in a thread, never on the request path. So a change by `tierline keys`
+   is in force in 0.1 s or so, within a second at the latest, and a killed gateway has lost a second of spending at most.
+   When keys were used is written every USES_SECONDS.
 2. What changed is put in force in one step, between two requests; what runs goes on under what it began with.
 3. A store that cannot be read or written changes nothing: keys stay as last read, what was spent is written later. That is
    logged once, and counted.
@@ -13,19 +15,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from policies.limits import Quota
 from proxy.access import Caller, Callers
 from proxy.clock import Clock
 from proxy.config import Config, ConfigError, KeySettings, Tenant, read_settings
-from proxy.keystore import Spent, Store, StoredKey, StoreError, hash_of
+from proxy.keystore import NOBODY, Spent, Store, StoredKey, StoreError, hash_of
 from proxy.ledger import LocalLedger
 
 log = logging.getLogger("tierline.keys")
 
+LOOK_SECONDS = 0.1
 TURN_SECONDS = 0.5
+USES_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 
 Apply = Callable[[Callers, dict[str, Quota]], None]
@@ -48,6 +52,9 @@ class Keys:
         self.failures = 0
         """Turns of the store that failed."""
         self._secret = secrets.token_bytes(32)
+        self._used: dict[str, float] = {}
+        self._used_at = clock.now()
+        """When it was written last."""
         if config.server.store is not None:
             self._store = Store(config.server.store, durable=False)
             self._secret = self._store.secret
@@ -58,33 +65,39 @@ class Keys:
     def configure(self, config: Config) -> None:
         """Another configuration from now on; its store is the same."""
         self._config = config
-        self._apply(*read(config, self._stored, self._secret))
+        self._apply(*read(config, self._stored, self._secret, self._used))
 
     def start(self) -> None:
         if self._store is not None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="keys")
 
     async def _run(self) -> None:
-        while True:
-            await self._clock.sleep(TURN_SECONDS)
-            await self.turn()
+        due = self._clock.now() + TURN_SECONDS
+        while (store := self._store) is not None:
+            await self._clock.sleep(LOOK_SECONDS)
+            if store.touched() or self._clock.now() >= due:
+                await self.turn()
+                due = self._clock.now() + TURN_SECONDS
 
     async def turn(self) -> None:
         """Write what was spent, and read the keys if they changed."""
         if self._store is None:
             return
-        spent = self._ledger.changed()
+        spent, now, used = self._ledger.changed(), self._clock.now(), NOBODY
+        if now - self._used_at >= USES_SECONDS:
+            used, self._used_at = self._used.copy(), now
+            self._used.clear()
         try:
-            found = await self._in_thread(self._store, spent)
+            found = await self._in_thread(self._store, spent, used)
         except StoreError as error:
-            self._ledger.unsaved(spent)
+            self._not_written(spent, used)
             self.failures += 1
             if not self._failing:
                 log.error("the store cannot be used; keys stay as they are, spending is kept here: %s", error)
             self._failing = True
             return
         except asyncio.CancelledError:
-            self._ledger.unsaved(spent)  # written once more, to the same end
+            self._not_written(spent, used)  # or once more, to the same end
             raise
         if self._failing:
             log.warning("the store can be used again")
@@ -95,17 +108,24 @@ class Keys:
             alive = sum(key.revoked is None for key in found)
             log.info("the store's keys changed: %d are not revoked", alive)
 
+    def _not_written(self, spent: Sequence[Spent], used: Mapping[str, float]) -> None:
+        self._ledger.unsaved(spent)
+        for ident, at in used.items():
+            self._used.setdefault(ident, at)
+
     async def _read_again(self) -> None:
         """In a thread, for thousands of keys take a while."""
         config = self._config
-        made = await asyncio.to_thread(read, config, self._stored, self._secret)
+        made = await asyncio.to_thread(read, config, self._stored, self._secret, self._used)
         if config is self._config:
             self._apply(*made)
         else:  # another configuration came meanwhile, and was put in force with the new keys
             self.configure(self._config)
 
-    async def _in_thread(self, store: Store, spent: Sequence[Spent]) -> list[StoredKey] | None:
-        self._turning = asyncio.get_running_loop().run_in_executor(None, store.turn, spent)
+    async def _in_thread(
+        self, store: Store, spent: Sequence[Spent], used: Mapping[str, float]
+    ) -> list[StoredKey] | None:
+        self._turning = asyncio.get_running_loop().run_in_executor(None, store.turn, spent, used)
         return await asyncio.shield(self._turning)
 
     async def close(self) -> None:
@@ -120,7 +140,7 @@ class Keys:
             await asyncio.gather(self._turning, return_exceptions=True)
         spent = self._ledger.changed()
         try:
-            await self._in_thread(store, spent)
+            await self._in_thread(store, spent, self._used)
         except StoreError as error:
             log.error("what was spent of late could not be written: %s", error)
         store.close()
@@ -132,7 +152,9 @@ def failures_counter(count: int) -> tuple[str, str, tuple[str, ...], list[tuple[
     return "tierline_store_failures", text, (), [((), count)]
 
 
-def read(config: Config, stored: Sequence[StoredKey], secret: bytes) -> tuple[Callers, dict[str, Quota]]:
+def read(
+    config: Config, stored: Sequence[StoredKey], secret: bytes, used: dict[str, float] | None = None
+) -> tuple[Callers, dict[str, Quota]]:
     """Who has which key, and what each key, tenant and model is limited to. Keys with the same settings share what is made
     of them: most do."""
     keys: list[tuple[bytes, Caller, float | None]] = []
@@ -140,7 +162,7 @@ def read(config: Config, stored: Sequence[StoredKey], secret: bytes) -> tuple[Ca
     quotas |= {f"tenant:{name}": tenant.limits.quota for name, tenant in config.tenants.items()}
     for key in config.server.keys:
         caller = _caller(config, key.name, key.of_tenant, key)
-        keys.append((hash_of(key.digest, secret), caller, None))
+        keys.append((hash_of(key.digest, secret), caller, key.expires_at))
         quotas[f"key:{key.name}"] = key.limits.quota
     quotas = {name: quota for name, quota in quotas.items() if quota}
     known: dict[tuple[str, str], tuple[Caller, Quota | None]] = {}
@@ -162,7 +184,7 @@ def read(config: Config, stored: Sequence[StoredKey], secret: bytes) -> tuple[Ca
         for hashed, until in row.hashes:
             times = [time for time in (row.expires, until) if time is not None]
             keys.append((hashed, caller, min(times) if times else None))
-    return Callers(keys, secret, required=config.server.store is not None), quotas
+    return Callers(keys, secret, required=config.server.store is not None, used=used), quotas
 
 
 def _caller(config: Config, ident: str, tenant: str, settings: KeySettings) -> Caller:

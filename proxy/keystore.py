@@ -1,4 +1,5 @@
-"""Keys and budgets in an SQLite file: what `tierline keys` changes and the gateway reads, and what the gateway spends.
+"""Keys and budgets in an SQLite file: what `tierline keys` changes and the gateway reads, what the gateway spends, and when
+each key was used last.
 
 Rules
 1. A key is shown once, when it is made. Kept is a keyed hash of it. A fast one: a key is 256 bits of chance, so that nobody
@@ -8,7 +9,8 @@ Rules
 2. WAL: who reads does not wait for who writes. Nothing here is called on the request path; each call may take as long as
    the disk does, and raises `StoreError`.
 3. Every change of keys counts `changes` up in the same transaction, so that whoever reads knows when to read again.
-   `PRAGMA data_version` says, without reading, whether anybody else has written at all.
+   `PRAGMA data_version` says, without reading, whether anybody else has written at all; and the log's time (`touched`) says
+   it without opening anything, but for a write in the very moment of the last look.
 4. Revoked keys stay, for the list; a name is free again then.
 """
 
@@ -24,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-VERSION = 1
+VERSION = 2
 BUSY_SECONDS = 5.0
 PREFIX = "tl-"
 _ALPHABET = string.ascii_letters + string.digits
@@ -42,6 +44,10 @@ CREATE TABLE budgets (
     account TEXT NOT NULL, kind TEXT NOT NULL, begins INTEGER NOT NULL, spent INTEGER NOT NULL,
     PRIMARY KEY (account, kind));
 """
+_USES = "CREATE TABLE uses (ident TEXT PRIMARY KEY, at REAL NOT NULL)"
+"""New in version 2."""
+
+NOBODY: Mapping[str, float] = {}
 
 T = TypeVar("T")
 _Row = tuple[str, str, str, str, float, float | None, float | None]
@@ -100,6 +106,7 @@ class Store:
     def __init__(self, path: str, *, durable: bool = True) -> None:
         self.path = path
         self._seen: tuple[int, int] | None = None
+        self._log: tuple[int, int] | None = None
         with self._errors():
             if not os.path.exists(path):
                 os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))  # nobody else's to read
@@ -119,18 +126,21 @@ class Store:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute(f"PRAGMA synchronous = {synchronous}")
         db.execute("BEGIN IMMEDIATE")
-        if self._version() == 0:
+        version = self._version()
+        if version == 0:
             for statement in _SCHEMA.split(";\n"):
                 db.execute(statement)
             made = [("secret", secrets.token_bytes(32)), ("changes", 0)]
             db.executemany("INSERT INTO meta VALUES (?, ?)", made)
+        if version < VERSION:
+            db.execute(_USES)
             db.execute(f"PRAGMA user_version = {VERSION}")
         db.execute("COMMIT")
 
     def _version(self) -> int:
         """0: an empty file. Whatever else is not ours stays as it is."""
         version: int = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
+        if version > VERSION:
             raise StoreError(f"{self.path}: of version {version}, and this Tierline knows {VERSION}")
         if version == 0 and self._db.execute("SELECT 1 FROM sqlite_master").fetchone() is not None:
             raise StoreError(f"{self.path}: is no store of Tierline's")
@@ -257,6 +267,22 @@ class Store:
         id, text = self._change(do)
         return self._find(id), text
 
+    def change(
+        self, which: str, change: Callable[[StoredKey], tuple[Mapping[str, object], float | None]]
+    ) -> StoredKey:
+        """Other settings and another expiry for a key, made of what it has. Nothing changes if `change` raises."""
+
+        def do(db: sqlite3.Connection) -> str:
+            id = self._id(db, which)
+            row = db.execute("SELECT name, tenant, settings, made, expires FROM keys WHERE id = ?", (id,))
+            name, tenant, text, made, until = row.fetchone()
+            settings, expires = change(StoredKey(id, name, tenant, json.loads(text), made, until, None, ()))
+            values = (json.dumps(settings), expires, id)
+            db.execute("UPDATE keys SET settings = ?, expires = ? WHERE id = ?", values)
+            return id
+
+        return self._find(self._change(do))
+
     def _id(self, db: sqlite3.Connection, which: str) -> str:
         found = db.execute(
             "SELECT id FROM keys WHERE revoked IS NULL AND (id = ? OR name = ?) ORDER BY id = ? DESC",
@@ -279,10 +305,28 @@ class Store:
                 for row in self._db.execute("SELECT account, kind, begins, spent FROM budgets").fetchall()
             ]
 
-    def turn(self, spent: Sequence[Spent]) -> list[StoredKey] | None:
-        """Write what was spent; the keys, if they changed since the last turn (at the first one: always)."""
-        if spent:
-            self._together(lambda db: self._write(db, spent))
+    def uses(self) -> dict[str, float]:
+        """When each key was used last, by its label, or by its name in the file. Up to some seconds late."""
+        with self._errors():
+            return dict(self._db.execute("SELECT ident, at FROM uses").fetchall())
+
+    def touched(self) -> bool:
+        """Somebody wrote since the last turn, as far as one look at the log says. Never waits, never fails."""
+        return self._log_now() != self._log
+
+    def _log_now(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path + "-wal")
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+    def turn(self, spent: Sequence[Spent], used: Mapping[str, float] = NOBODY) -> list[StoredKey] | None:
+        """Write what was spent, and which keys were used when; the keys, if they changed since the last turn (at the first
+        one: always)."""
+        if spent or used:
+            self._together(lambda db: self._write(db, spent, used))
+        self._log = self._log_now()
         with self._errors():
             (version,) = self._db.execute("PRAGMA data_version").fetchone()
             if self._seen is not None and self._seen[0] == version:
@@ -294,9 +338,13 @@ class Store:
         return found
 
     @staticmethod
-    def _write(db: sqlite3.Connection, spent: Iterable[Spent]) -> None:
+    def _write(db: sqlite3.Connection, spent: Iterable[Spent], used: Mapping[str, float]) -> None:
         db.executemany(
             "INSERT INTO budgets VALUES (?, ?, ?, ?) ON CONFLICT (account, kind) DO UPDATE "
             "SET begins = excluded.begins, spent = excluded.spent",
             spent,
+        )
+        db.executemany(
+            "INSERT INTO uses VALUES (?, ?) ON CONFLICT (ident) DO UPDATE SET at = max(at, excluded.at)",
+            used.items(),
         )

@@ -16,12 +16,14 @@ from proxy.config.values import (
     CountOrNone,
     Digest,
     Factor,
+    Moment,
     Money,
     Name,
     SecretRef,
     Tokens,
     Weight,
     Whole,
+    moment,
 )
 
 ToolFormatName = Literal["openai", "xml", "json"]
@@ -77,6 +79,12 @@ class ApiKey(KeySettings):
     sha256: Digest | None = None
     tenant: Name | None = None
     weight: Weight = 1.0
+    expires: Moment | None = None
+
+    @property
+    def expires_at(self) -> float | None:
+        """Seconds since the epoch."""
+        return None if self.expires is None else moment(self.expires)
 
     @property
     def digest(self) -> str:

@@ -13,6 +13,7 @@ import hashlib
 import re
 import ssl
 from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
 from urllib.parse import urlsplit
@@ -162,6 +163,27 @@ def _records(value: object, info: ValidationInfo) -> object:
 
 
 Records = Annotated[str, BeforeValidator(_records)]
+
+
+def moment(text: str) -> float:
+    """Seconds since the epoch; a date is its midnight, and what has no zone is UTC. Raises ValueError."""
+    at = datetime.fromisoformat(text)
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def _moment(value: object) -> object:
+    """A date or time of TOML's own, or one in quotes."""
+    text = value.isoformat() if isinstance(value, date) else value
+    if not isinstance(text, str):
+        raise expected("a date such as 2027-01-31, or a time such as 2027-01-31T18:00:00Z")
+    try:
+        moment(text)
+    except (ValueError, OverflowError):
+        raise expected("a date such as 2027-01-31, or a time such as 2027-01-31T18:00:00Z") from None
+    return text
+
+
+Moment = Annotated[str, BeforeValidator(_moment)]
 
 
 def _store_file(value: object, info: ValidationInfo) -> object:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from proxy.cli import Exit, main
-from proxy.keystore import Store, StoredKey
+from proxy.keystore import Spent, Store, StoredKey
 
 CONFIG = """
 [server]
@@ -19,6 +19,7 @@ store = "keys.db"
 [[backends]]
 name = "a"
 url = "http://127.0.0.1:1"
+quality.reference = true
 [models.m]
 [models.n]
 """
@@ -146,6 +147,114 @@ def test_rotate_prints_another_key_for_the_same_settings(config: str) -> None:
     assert keys(config, "rotate", "k", "--grace", "soon").exit_code == Exit.CONFIG
 
 
+def test_set_changes_what_is_named_and_leaves_the_rest(config: str) -> None:
+    keys(
+        config,
+        "add",
+        "k",
+        "--model",
+        "m",
+        "--priority",
+        "2",
+        "--limit",
+        "requests_per_minute=60",
+        "--expires",
+        "90d",
+    )
+    done = keys(
+        config,
+        *("set", "k", "--limit", "tokens_per_day=5", "--tier", "fast", "--expires", "2999-01-31"),
+        *("--tool-format", "json"),
+    )
+    assert (done.exit_code, done.stdout) == (Exit.OK, ""), done.output
+    (key,) = stored(config)
+    assert key.label in done.stderr
+    assert key.settings == {
+        "models": ["m"],
+        "tiers": ["fast"],
+        "priority": 2,
+        "tool_format": "json",
+        "limits": {"requests_per_minute": 60, "tokens_per_day": 5},
+    }
+    assert key.expires == datetime(2999, 1, 31, tzinfo=UTC).timestamp()
+    done = keys(
+        config,
+        *(
+            "set",
+            key.label,
+            "--clear",
+            "models",
+            "--clear",
+            "tool_format",
+            "--limit",
+            "requests_per_minute=none",
+        ),
+        *("--expires", "never", "--tier", "exact"),
+    )
+    assert done.exit_code == Exit.OK, done.output
+    (key,) = stored(config)
+    assert key.settings == {"tiers": ["exact"], "priority": 2, "limits": {"tokens_per_day": 5}}
+    assert key.expires is None
+    keys(config, "set", "k", "--clear", "limits", "--clear", "tiers", "--priority", "0")
+    (key,) = stored(config)
+    assert key.settings == {"priority": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        ([], Exit.CONFIG, "nothing to change"),
+        (["--clear", "name"], Exit.CONFIG, "--clear: no setting is named 'name'; there are models, tiers"),
+        (["--model", "nobody"], Exit.CONFIG, 'models[0]: no model is named "nobody"'),
+        (["--limit", "requests_per_hour=5"], Exit.CONFIG, "requests_per_hour: unknown key"),
+        (["--limit", "requests_per_minute=few"], Exit.CONFIG, "--limit: expected LIMIT=NUMBER"),
+        (["--expires", "soon"], Exit.CONFIG, "--expires: expected 90d"),
+    ],
+)
+def test_what_no_key_may_be_set_to_changes_nothing(
+    config: str, arguments: list[str], code: Exit, problem: str
+) -> None:
+    keys(config, "add", "k", "--model", "m")
+    before = stored(config)
+    done = keys(config, "set", "k", *arguments)
+    assert (done.exit_code, done.stdout) == (code, "")
+    assert problem in done.stderr
+    assert stored(config) == before
+
+
+def test_list_shows_the_last_use_and_what_is_left_of_budgets_today(config: str) -> None:
+    Path(config).write_text(CONFIG + "[models.priced]\nprice.prompt = 1\n")
+    for name, limit in (
+        ("spent", "tokens_per_day=100"),
+        ("over", "tokens_per_day=50"),
+        ("money", "cost_per_day=2.5"),
+    ):
+        keys(config, "add", name, "--limit", limit, "--limit", "requests_per_minute=5")
+    keys(config, "add", "free")
+    labels = {key.name: key.label for key in stored(config)}
+    day = int(datetime.now(UTC).timestamp() // 86_400) * 86_400
+    store = Store(str(Path(config).parent / "keys.db"))
+    store.turn(
+        [
+            Spent(f"key:{labels['spent']}", "tokens_per_day", day, 30),
+            Spent(f"key:{labels['over']}", "tokens_per_day", day - 86_400, 80),
+            Spent(f"key:{labels['money']}", "cost_per_day", day, 10**9),
+        ],
+        {labels["spent"]: datetime(2026, 3, 4, 5, 6, tzinfo=UTC).timestamp()},
+    )
+    store.close()
+    rows = {row["name"]: row for row in json.loads(keys(config, "list", "--json").stdout)}
+    assert {name: (row["used"], row["left"]) for name, row in rows.items()} == {
+        "spent": ("2026-03-04T05:06Z", {"tokens_per_day": 70}),
+        "over": (None, {"tokens_per_day": 20}),
+        "money": (None, {"cost_per_day": 1.5}),
+        "free": (None, {}),
+    }
+    (line,) = [line for line in keys(config, "list").stdout.splitlines() if " spent " in line]
+    assert "2026-03-04T05:06Z" in line
+    assert line.endswith('{"tokens_per_day": 70}')
+
+
 @pytest.mark.parametrize("command", ["revoke", "rotate"])
 def test_a_key_that_is_not_there_is_said_so_and_a_whole_key_is_not_repeated(
     config: str, command: str
@@ -163,7 +272,13 @@ def test_a_key_that_is_not_there_is_said_so_and_a_whole_key_is_not_repeated(
 def test_without_a_store_it_says_what_to_set(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(CONFIG.replace('store = "keys.db"', ""))
-    for command in (["add", "k"], ["list"], ["revoke", "k"], ["rotate", "k"]):
+    for command in (
+        ["add", "k"],
+        ["list"],
+        ["revoke", "k"],
+        ["rotate", "k"],
+        ["set", "k", "--priority", "1"],
+    ):
         done = keys(str(path), *command)
         assert (done.exit_code, done.stdout) == (Exit.CONFIG, "")
         assert done.stderr.startswith("server.store: not set")

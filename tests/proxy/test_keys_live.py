@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from proxy.config import Tenant
 from proxy.errors import Outcome
 from proxy.keystore import Store, StoreError
 from tests.client import Response
+from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
-from tests.proxy.scenes import eventually
+from tests.proxy.scenes import QUIET, eventually
 from tests.scripted import ScriptedBackend, chat_json, json_answer
 
 STORE = '[server]\nport = 0\nstore = "keys.db"\n'
@@ -82,6 +84,38 @@ async def test_a_key_ends_when_it_expires_and_a_rotated_one_when_its_grace_is_ov
     await gateway.app.keys.turn()
     found = [(await gateway.chat(headers=bearer(t))).status for t in (expired, lasting, first, second)]
     assert found == [401, 200, 401, 200]
+
+
+async def test_a_key_of_the_file_ends_when_it_expires(
+    make_gateway: MakeGateway, backend: ScriptedBackend
+) -> None:
+    clock = FakeClock()
+    at = datetime.fromtimestamp(clock.wall() + 60, UTC).isoformat()
+    text = f'{QUIET}[server]\nport = 0\n[[server.keys]]\nname = "k"\nkey = "env:K"\nexpires = {at}\n'
+    gateway = await make_gateway(backend, config=text, env={"K": "sk-k"}, clock=clock)
+    assert (await gateway.chat(headers=bearer("sk-k"))).status == 200
+    clock.time += 60
+    assert code_of(await gateway.chat(headers=bearer("sk-k"))) == (401, "invalid_api_key")
+
+
+async def test_a_changed_key_may_the_new_things_at_once_and_its_use_is_kept(
+    make_gateway: MakeGateway, backend: ScriptedBackend, store: Store
+) -> None:
+    gateway = await make_gateway(backend, config=STORE + MODELS, per_backend=REFERENCE)
+    app, key = gateway.app, bearer(make_key(gateway, store))
+    await app.keys.turn()
+    assert (await gateway.chat(headers=key)).status == 200
+    before, changed = app.gateway.callers, app.clock.now()
+    store.change("k", lambda _: ({"models": ["other"], "limits": {"requests_per_minute": 1}}, None))
+    await eventually(lambda: app.gateway.callers is not before, "the change")
+    assert app.clock.now() - changed < 1.0
+    found = [(await gateway.chat(model=name, headers=key)).status for name in ("tiny", "other", "other")]
+    assert found == [404, 200, 429]
+    used = app.clock.wall()
+    assert store.uses() == {}, "not with every turn"
+    await app.keys.close()
+    (at,) = store.uses().values()
+    assert 0 <= used - at < 60
 
 
 async def test_a_store_asks_for_a_key_also_when_nobody_has_one_and_keys_of_the_file_work_beside_it(

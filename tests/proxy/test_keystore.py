@@ -127,6 +127,58 @@ def test_a_rotated_key_is_the_same_key_and_the_old_text_works_for_its_grace(path
     assert len(only(store).hashes) == 1
 
 
+def test_a_changed_key_is_the_same_key_with_what_was_made_of_it(path: str) -> None:
+    store, gateway = opened(path), opened(path)
+    made, text = store.add(NOW, "batch", "team", {"priority": 3}, NOW + 1000)
+    gateway.turn(())
+    changed = store.change("batch", lambda key: ({**key.settings, "models": ["m"]}, NOW + 2000))
+    assert changed == made._replace(settings={"priority": 3, "models": ["m"]}, expires=NOW + 2000)
+    assert gateway.turn(()) == [changed]
+    assert opens(store, text) == "batch"
+
+    def refuses(_: StoredKey) -> tuple[dict[str, object], None]:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        store.change("batch", refuses)
+    with pytest.raises(NoSuchKey):
+        store.change("other", lambda key: ({}, None))
+    assert (only(store), gateway.turn(())) == (changed, None)
+
+
+def test_when_a_key_was_used_last_is_kept_and_never_goes_back(path: str) -> None:
+    one, other = opened(path), opened(path)
+    one.turn((), {"tl-a": 5.0, "tl-b": 1.0})
+    other.turn((), {"tl-a": 4.0, "tl-b": 2.0})
+    assert opened(path).uses() == {"tl-a": 5.0, "tl-b": 2.0}
+
+
+def test_one_look_at_the_log_tells_what_another_wrote_and_not_what_this_one_did(path: str) -> None:
+    gateway, cli = opened(path, durable=False), opened(path)
+    gateway.turn([Spent("key:x", "tokens_per_day", 0, 5)])
+    assert not gateway.touched()
+    cli.add(NOW, "batch", "team", {})
+    assert gateway.touched()
+    assert gateway.turn(()) is not None
+    assert not gateway.touched()
+
+
+def test_a_store_of_the_first_version_is_brought_to_this_one_with_all_that_is_in_it(path: str) -> None:
+    store = opened(path)
+    made, _ = store.add(NOW, "batch", "team", {})
+    store.turn([Spent("key:x", "tokens_per_day", 0, 5)])
+    _open.pop().close()
+    first = sqlite3.connect(path)
+    first.executescript("DROP TABLE uses; PRAGMA user_version = 1;")
+    first.close()
+    store = opened(path)
+    assert (store.read(), store.budgets(), store.uses()) == (
+        [made],
+        [Spent("key:x", "tokens_per_day", 0, 5)],
+        {},
+    )
+
+
 def test_a_turn_reads_the_keys_at_first_and_whenever_another_process_changed_them(path: str) -> None:
     gateway, cli = opened(path, durable=False), opened(path)
     assert gateway.turn(()) == []
