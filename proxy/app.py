@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import Iterator
 from random import Random
 from urllib.parse import urlsplit
@@ -26,14 +25,16 @@ from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
 from proxy.config import Admin as AdminSection
 from proxy.config import Backend as BackendConfig
-from proxy.config import Config
+from proxy.config import Config, ListenerTls
 from proxy.config import Server as ServerSection
+from proxy.entrance import AppRunner, Door, ServerRunner, refused_counter
 from proxy.explain import Memory
 from proxy.front import Patience, Server
 from proxy.gate import Gate
 from proxy.handler import Gateway
 from proxy.headers import Cors
 from proxy.health import HealthPoller
+from proxy.intake import ClientsOf
 from proxy.keys import Keys, failures_counter
 from proxy.ledger import LocalLedger
 from proxy.limiter import Limiter
@@ -45,8 +46,10 @@ from proxy.pool import Backend, BackendSpec, Pool
 from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.reload import Reloader
 from proxy.sharedledger import SharedLedger
+from proxy.tls import Tls, loads_counter
 from proxy.tokenizer import Tokenizer
 from proxy.upstream import ConnectionPool
+from proxy.wire.forwarded import networks
 
 log = logging.getLogger("tierline")
 
@@ -110,6 +113,7 @@ class App:
             local=self.local,
             metrics=self.metrics,
             recorder=self.recorder,
+            clients=_clients(config),
         )
         self.keys = Keys(config, self.clock, ledger, self._keys_changed)
         self.metrics.counters = self._counters
@@ -119,6 +123,7 @@ class App:
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
         self._sites: dict[str, list[web.SockSite]] = {}
+        self._doors: list[Door] = []
         self.port = 0
         self.admin_port = 0
 
@@ -139,19 +144,17 @@ class App:
             ),
         )
         try:
-            self.port = await self._listen(
-                web.ServerRunner(server, handle_signals=False, shutdown_timeout=1.0),
-                listeners,
-                "data",
-                config.server,
-            )
+            entry = ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
+            entry.door = self._door("server", config.server.tls, config.server.proxy_protocol)
+            self.port = await self._listen(entry, listeners, "data", config.server)
             if config.admin.enabled:
-                runner = web.AppRunner(
+                runner = AppRunner(
                     admin_app(config, self.pool, self.metrics, self.reloader, self.gateway.memory),
                     access_log=None,
                     handle_signals=False,
                     shutdown_timeout=1.0,
                 )
+                runner.door = self._door("admin", config.admin.tls)
                 self.admin_port = await self._listen(runner, listeners, "admin", config.admin)
         except OSError:
             await self.close()
@@ -175,6 +178,7 @@ class App:
         gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
         gateway.policy = config.policy_digest
         gateway.keeps_decisions = config.telemetry.decisions
+        gateway.clients = _clients(config)
         self.local.configure(config)
         self.metrics.configure(config)
         self.keys.configure(config)
@@ -189,6 +193,28 @@ class App:
         yield failures_counter(self.keys.failures)
         if self.shared is not None:
             yield from self.shared.counters()
+        contexts = [door.tls for door in self._doors] + [
+            one.connections.tls for one in self.pool.backends.values()
+        ]
+        yield from loads_counter(tls for tls in contexts if tls is not None)
+        yield from refused_counter(self._doors)
+
+    def _door(self, name: str, tls: ListenerTls, proxied: bool = False) -> Door | None:
+        """Where TLS or a PROXY header stands before the first request."""
+        if tls.cert is None and not proxied:
+            return None
+        server = self.config.server
+        door = Door(
+            name,
+            self.clock,
+            tls=Tls(name, tls.files, tls.context, self.clock) if tls.cert is not None else None,
+            trusted=networks(server.trusted_proxies) if proxied else None,
+            seconds=server.header_timeout,
+            most=server.max_connections,
+            good_bye=3600.0 if name == "server" else 10.0,  # clients of the data side are timed by `front`
+        )
+        self._doors.append(door)
+        return door
 
     async def _listen(
         self, runner: web.BaseRunner, listeners: Listeners, name: str, at: ServerSection | AdminSection
@@ -254,6 +280,8 @@ class App:
         await self.health.stop()
         await self.keys.close()
         await self.abilities.close()
+        for door in self._doors:
+            door.close()
         for runner in reversed(self._runners):
             await runner.cleanup()
         if self.shared is not None:
@@ -266,6 +294,10 @@ class App:
 
 def _hedges(config: Config) -> dict[str, HedgeParams]:
     return {name: tier.hedges for name, tier in config.tiers.items() if tier.hedges is not None}
+
+
+def _clients(config: Config) -> ClientsOf | None:
+    return ClientsOf(networks(config.server.trusted_proxies)) if config.telemetry.client_addresses else None
 
 
 def _router(config: Config) -> TracingRouter:
@@ -283,9 +315,10 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
     parts = urlsplit(backend.url)
     secure = parts.scheme == "https"
     host = parts.hostname or ""
-    tls: ssl.SSLContext | None = None
-    if secure:
-        tls = backend.tls.context()
+    of = f"backend {backend.name}"
+    tls = Tls(of, backend.tls.files, backend.tls.context, clock) if secure else None
+    if secure and backend.tls.insecure_any_certificate:
+        log.warning("%s: any certificate is accepted, so whoever stands between may read and answer", of)
     max_idle = config.pool.max_idle if backend.max_idle is None else backend.max_idle
     connections = ConnectionPool(
         clock,
@@ -294,6 +327,7 @@ def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
         tls,
         idle_seconds=config.pool.idle_seconds,
         max_idle=max_idle,
+        server_name=backend.tls.server_name,
     )
     reference, kl_bits = backend.worth
     spec = BackendSpec(

@@ -72,8 +72,8 @@ def notes(config: Config) -> Iterator[str]:
     for backend in config.backends:
         if backend.name not in used:
             yield f'backend "{backend.name}" serves no model'
-        if backend.url.startswith("https:") and not backend.tls.verify:
-            yield f'backend "{backend.name}" is trusted whatever certificate it shows (tls.verify = false)'
+        if backend.tls.insecure_any_certificate:
+            yield f'backend "{backend.name}" is trusted whatever certificate it shows (tls.insecure_any_certificate = true)'
     if config.server.allow_unauthenticated and not (config.server.keys or config.server.store):
         yield "clients need no key (server.allow_unauthenticated = true)"
 
@@ -178,10 +178,10 @@ class Probe:
         if body is not None:
             headers["content-type"] = "application/json"
         tls = self.backend.tls.context() if self.backend.url.startswith("https:") else True
-        url = self.backend.url + path
+        url, name = self.backend.url + path, self.backend.tls.server_name
         try:
             async with self.session.request(
-                method, url, data=body, headers=headers, ssl=tls, allow_redirects=False
+                method, url, data=body, headers=headers, ssl=tls, allow_redirects=False, server_hostname=name
             ) as response:
                 return Answer(response.status, response.content_type, await _read(response))
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError

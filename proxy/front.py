@@ -15,47 +15,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from policies.frozen import frozen
-from proxy.clock import Clock, Timer
-from proxy.wire.errors import Api, ErrorInfo, openai_type, render_body
+from proxy.clock import Timer
+from proxy.patience import LINGER, SLOWEST
+from proxy.patience import Patience as Patience
+from proxy.turnaway import STATUS_LINES, TooMany, refusal
+from proxy.wire.errors import Api, ErrorInfo, render_body
 
 log = logging.getLogger("tierline.front")
 
-_STATUS_LINES = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
-}
 _LAST_CHUNK = b"0\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-SLOWEST = 1024
-"""Bytes a second that a client must take of an answer that waits for it."""
-
-LINGER = 16 * 1024
-"""Bytes that may wait for a client whose connection stays open: its next request shows that it has taken them."""
-
-
-@frozen
-class Patience:
-    """With clients. header: seconds from a head's first byte until it is whole. idle: seconds in which something must be
-    taken of what waits for it. connections: at once."""
-
-    clock: Clock
-    header: float = 10.0
-    idle: float = 60.0
-    connections: int = 4096
 
 
 class ClientConnection(web.RequestHandler):
     """aiohttp's protocol, plus a word to the answer in progress when the client stops or resumes reading."""
 
-    __slots__ = ("_flushed", "_head", "_patience", "_unread", "on_lost", "on_pause", "on_resume")
+    __slots__ = (
+        "_flushed",
+        "_head",
+        "_patience",
+        "_unread",
+        "client",
+        "on_lost",
+        "on_pause",
+        "on_resume",
+        "raw",
+    )
 
     def __init__(self, manager: web.Server, patience: Patience | None = None, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -66,11 +56,22 @@ class ClientConnection(web.RequestHandler):
         self.on_resume: Callable[[], None] | None = None
         self.on_lost: Callable[[], None] | None = None
         self._flushed: asyncio.Future[None] | None = None
+        self.client: str | None = None  # whom a PROXY header named
+        self.raw: asyncio.Transport | None = None  # below TLS
+
+    def _unsent(self, transport: asyncio.WriteTransport) -> int:
+        """Bytes that the client's kernel has not taken; the transport of TLS does not count what is below it."""
+        raw = self.raw
+        return transport.get_write_buffer_size() + (0 if raw is None else raw.get_write_buffer_size())
 
     async def flush(self) -> None:
         """Until the client's kernel has taken all that was written, or the connection is gone."""
         transport = self.transport
-        if transport is None or transport.get_write_buffer_size() == 0:
+        if transport is None or self._unsent(transport) == 0:
+            return
+        if self.raw is not None and self._patience is not None:
+            while self.transport is not None and self._unsent(transport):
+                await self._patience.clock.sleep(0.01)
             return
         self._flushed = asyncio.get_running_loop().create_future()
         transport.set_write_buffer_limits(high=0)
@@ -103,33 +104,39 @@ class ClientConnection(web.RequestHandler):
     def _head_overdue(self) -> None:
         transport = self.transport
         if transport is not None and not transport.is_closing():
-            transport.write(_refusal(408, "The request's head did not arrive in time.", "request_timeout"))
+            transport.write(refusal(408, "The request's head did not arrive in time.", "request_timeout"))
             self.force_close()
 
     def force_close(self) -> None:
         transport = self.transport
+        was_open = transport is not None and not transport.is_closing()
         super().force_close()
-        if transport is not None and transport.get_write_buffer_size():
+        if transport is None:
+            return
+        if was_open if self.raw is not None else transport.get_write_buffer_size():
             self._linger(transport)
 
     def answered(self, *, kept: bool) -> None:
         """An answer is written. What the client has not taken of it must not wait for ever; kept: the connection is."""
         transport = self.transport
-        if transport is not None and transport.get_write_buffer_size() > (LINGER if kept else 0):
+        if transport is not None and (
+            self._unsent(transport) > (LINGER if kept else 0) or (self.raw and not kept)
+        ):
             self._linger(transport)
 
     def _linger(self, transport: asyncio.WriteTransport) -> None:
         if self._patience is None or self._unread is not None:
             return
         clock, seconds = self._patience.clock, self._patience.idle
-        before = transport.get_write_buffer_size()
+        before = self._unsent(transport)
 
         def look() -> None:
             nonlocal before
             self._unread = None
-            now = transport.get_write_buffer_size()
-            if now > max(0.0, before - SLOWEST * seconds):
-                transport.abort()
+            now = self._unsent(transport)
+            # With all taken and still there: its TLS says no good-bye.
+            if now > max(0.0, before - SLOWEST * seconds) or (transport.is_closing() and not now):
+                (self.raw or transport).abort()
             elif now:
                 before = now
                 self._unread = clock.call_at(clock.now() + seconds, look)
@@ -150,7 +157,8 @@ class ClientConnection(web.RequestHandler):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread = _stopped(self._unread)
+        if self.raw is None or (self.transport is not None and not self.transport.is_closing()):
+            self._unread = _stopped(self._unread)
         self._set_flushed()
         if self.on_resume is not None:
             self.on_resume()
@@ -180,23 +188,6 @@ def _stopped(timer: Timer | None) -> Timer | None:
     if timer is not None:
         timer.cancel()
     return None
-
-
-def _refusal(status: int, message: str, code: str, *headers: bytes) -> bytes:
-    """A whole response to whoever has no request that could be answered."""
-    body = render_body(Api.OTHER, ErrorInfo(status, message, openai_type(status), code))
-    head = (_STATUS_LINES[status], b"content-type: application/json\r\nconnection: close\r\n", *headers)
-    return b"".join((*head, b"content-length: %d\r\n\r\n" % len(body), body))
-
-
-class _TooMany(asyncio.Protocol):
-    """A connection too many: told so, and closed."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        message = "Too many connections are open."
-        text = _refusal(503, message, "too_many_connections", b"retry-after: 1\r\n")
-        cast(asyncio.Transport, transport).write(text)
-        transport.close()
 
 
 class Server(web.Server):
@@ -230,9 +221,9 @@ class Server(web.Server):
         if not self._open and self._left is not None:
             self._left.set()
 
-    def __call__(self) -> ClientConnection | _TooMany:  # type: ignore[override]
+    def __call__(self) -> ClientConnection | TooMany:  # type: ignore[override]
         if self._patience is not None and self._open >= self._patience.connections:
-            return _TooMany()
+            return TooMany()
         return ClientConnection(
             self,
             self._patience,
@@ -426,7 +417,7 @@ class Answer(web.StreamResponse):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _head(self, status: int, headers: Sequence[tuple[bytes, bytes]], length: int | None) -> bytes:
-        line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d Status\r\n" % status
+        line = STATUS_LINES.get(status) or b"HTTP/1.1 %d Status\r\n" % status
         parts = [line]
         for name, value in headers:
             parts += (name, b": ", value, b"\r\n")

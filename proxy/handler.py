@@ -29,7 +29,7 @@ from proxy.exchange import STOPPING, Exchange
 from proxy.explain import Memory
 from proxy.gate import Gate
 from proxy.headers import Cors
-from proxy.intake import find_endpoint
+from proxy.intake import ClientsOf, find_endpoint
 from proxy.limiter import Limiter
 from proxy.local import Local
 from proxy.metrics import Metrics
@@ -72,6 +72,8 @@ class Gateway:
     local: Local
     metrics: Metrics
     recorder: Recorder
+    clients: ClientsOf | None = None
+    """Who a request comes from; None: no record says it."""
     exchanges: set[Exchange] = field(default_factory=set)
     turns: Turns = field(default_factory=Turns)
     allowance: Allowance = field(default_factory=Allowance)
@@ -142,6 +144,8 @@ class Gateway:
         if (done := self._answer_here(exchange, request)) is not None:
             return done
         self.exchanges.add(exchange)
+        if self.clients is not None:
+            exchange.record.client = self.clients(request).address
         try:
             exchange.authorize()
             endpoint = find_endpoint(request.method, exchange.path)

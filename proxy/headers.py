@@ -3,7 +3,8 @@
 Rules
 1. Hop-by-hop headers and those that Connection names never pass.
 2. A client's credentials reach a backend only when neither side has keys configured: then Tierline is transparent.
-3. Headers about the bytes (length, encoding) are ours, because the framing is.
+3. Who the client is stays here: X-Forwarded-For and its kin do not pass, whoever sent them.
+4. Headers about the bytes (length, encoding) are ours, because the framing is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _REQUEST_DROP = frozenset(
         b"x-tierline-explain",
         b"x-tierline-admin-key",
         b"forwarded",
+        b"x-forwarded-for",
+        b"x-forwarded-host",
+        b"x-forwarded-port",
+        b"x-forwarded-proto",
+        b"x-real-ip",
         b"via",
     )
     + (b"x-tierline-deadline", b"x-tierline-priority")

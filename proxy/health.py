@@ -61,6 +61,10 @@ class HealthSink(Protocol):
 
     def tried(self, name: str, ok: bool, detail: str, now: float) -> None: ...
 
+    def tls(self, name: str) -> ssl.SSLContext | bool:
+        """How to talk TLS with it, by the files as they are now; True: as anybody does."""
+        ...
+
     def model(self, name: str) -> str | None:
         """Its name for the model, as far as it is known."""
         ...
@@ -132,7 +136,6 @@ class Watch:
         self._base = backend.url.rstrip("/")
         # Given to each request, not to the session: another backend must not see this one's key.
         self._headers = {"authorization": f"Bearer {backend.key.reveal()}"} if backend.key is not None else {}
-        self._tls: ssl.SSLContext | bool = backend.tls.context() if backend.url.startswith("https:") else True
         self._without: dict[str, int] = {}  # path the backend lacks → rounds until it is asked for again
         self._known = False
 
@@ -214,7 +217,8 @@ class Watch:
                     self._base + path,
                     json=body,
                     headers=self._headers,
-                    ssl=self._tls,
+                    ssl=self._sink.tls(self.name),
+                    server_hostname=self._backend.tls.server_name,
                     allow_redirects=False,
                 ) as response,
             ):

@@ -12,11 +12,24 @@ from proxy.access import Caller
 from proxy.clock import Clock
 from proxy.endpoints import Endpoint, find, meant
 from proxy.errors import Outcome, ProxyError
-from proxy.front import Answer, send_continue
+from proxy.front import Answer, ClientConnection, send_continue
 from proxy.record import Record
+from proxy.wire.forwarded import Client, Networks, client_of
 
 # What aiohttp unpacks while it reads; anything else would go on as it is, under a header that is gone.
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+
+
+class ClientsOf:
+    """Who a request comes from. trusted: proxies that are believed."""
+
+    def __init__(self, trusted: Networks) -> None:
+        self._trusted = trusted
+
+    def __call__(self, request: web.BaseRequest) -> Client:
+        protocol = request.protocol
+        named = protocol.client if isinstance(protocol, ClientConnection) else None
+        return client_of(named or request.remote or "", request.secure, request.raw_headers, self._trusted)
 
 
 ADMIN = Caller("admin", "admin")

@@ -10,6 +10,7 @@ Rules
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -323,6 +324,10 @@ class Pool:
         self._tell(backend, before, f"trial: {detail}", now)
         if before.suspect and backend.stuck and not ok:
             self.give_up(name, before.since)
+
+    def tls(self, name: str) -> ssl.SSLContext | bool:
+        tls = self.backends[name].connections.tls
+        return True if tls is None else tls()
 
     def model(self, name: str) -> str | None:
         return self.backends[name].served_model

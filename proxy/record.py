@@ -32,7 +32,8 @@ class Record:
     """One request. Times: monotonic seconds, None until (or unless) that point was reached.
 
     time: wall clock at accept, seconds since the epoch. model: the public name asked for; target: the model it is an
-    alias of. tenant, key: whose, by name. limit: the one that refused it. reserved_tokens, charged_tokens, charged_by:
+    alias of. client: the address, where records have it.
+    tenant, key: whose, by name. limit: the one that refused it. reserved_tokens, charged_tokens, charged_by:
     what its limits were asked for, and what they paid in the end. session_hash: a short hash of the session.
     conversation: what names it, a hash too. policy: the digest of the policy that decided. prompt_tokens_error: the
     estimate's typical relative error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from
@@ -70,6 +71,7 @@ class Record:
     hedge: Hedged | None = None
     hedged_to: str | None = None
     hedged_after: float | None = None
+    client: str | None = None
     tenant: str | None = None
     key: str | None = None
     limit: str | None = None
@@ -239,6 +241,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "failures": [{"backend": name, "failure": failure} for name, failure in record.failures],
         "continuation": _continuation(record),
         "hedge": _hedge(record),
+        "client": record.client,
         "tenant": record.tenant,
         "key": record.key,
         "limit": record.limit,

@@ -30,6 +30,7 @@ RELOADABLE = (
     "server.keys",
     "server.session_headers",
     "telemetry.decisions",
+    "telemetry.client_addresses",
 )
 """Sections and keys that a reload takes."""
 

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable
 
 from proxy.app import App
-from proxy.config import Config
+from proxy.config import Config, ListenerTls
 from proxy.lane import CompiledLane
 from proxy.listen import Listeners, ready
 from proxy.toolcheck import warm
@@ -64,12 +64,12 @@ async def _serve(config: Config) -> int:
     listeners.close_unused()
     await asyncio.to_thread(warm)
     settle()
-    where = f"http://{config.server.host}:{app.port}"
+    where = f"{_scheme(config.server.tls)}://{config.server.host}:{app.port}"
     log.info("serving %s on %s", ", ".join(config.routes), where)
     if CompiledLane is None:
         log.info("built without a C compiler: chunks cost more CPU, all else is the same")
     if config.admin.enabled:
-        log.info("admin on http://%s:%d", config.admin.host, app.admin_port)
+        log.info("admin on %s://%s:%d", _scheme(config.admin.tls), config.admin.host, app.admin_port)
     ready()
     await stop.asked.wait()
     log.info("stopping: up to %g s for what runs", app.config.server.drain_timeout)
@@ -77,6 +77,10 @@ async def _serve(config: Config) -> int:
     await app.close()
     log.info("stopped")
     return 0
+
+
+def _scheme(tls: ListenerTls) -> str:
+    return "http" if tls.cert is None else "https"
 
 
 def run(config: Config) -> int:

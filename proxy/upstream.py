@@ -13,7 +13,6 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -22,6 +21,7 @@ import httptools
 
 from proxy.clock import Clock, Timer
 from proxy.lane import Lane
+from proxy.tls import Tls
 
 MAX_HEAD_BYTES = 64 * 1024
 Headers = list[tuple[bytes, bytes]]
@@ -276,13 +276,15 @@ class ConnectionPool:
         clock: Clock,
         host: str,
         port: int,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         *,
         idle_seconds: float = 4.0,
         max_idle: int = 64,
+        server_name: str | None = None,
     ) -> None:
         self._clock = clock
-        self._host, self._port, self._tls = host, port, tls
+        self._host, self._port, self.tls = host, port, tls
+        self.server_name = server_name or host
         self._idle_seconds = idle_seconds
         self._max_idle = max_idle
         self._idle: deque[UpstreamConnection] = deque()
@@ -325,8 +327,8 @@ class ConnectionPool:
                 make,
                 self._host,
                 self._port,
-                ssl=self._tls,
-                server_hostname=self._host if self._tls is not None else None,
+                ssl=self.tls() if self.tls is not None else None,
+                server_hostname=self.server_name if self.tls is not None else None,
             )
         except BaseException:
             # Given up in the moment it stood: uvloop closes it and never tells it, and `close` would wait for it.

@@ -69,7 +69,7 @@ ERROR_MAKERS: tuple[ModuleType, ...] = tuple(
 )
 # Codes that come from a backend, or from a call that is looked at itself; and a fault's, which is its outcome.
 PASSED_ON = {"info.code", "error.code", "code", "_word(code)"}
-POSITION = {"ErrorInfo": 3, "_error": 2, "_refusal": 2}  # of the code, where it has no name
+POSITION = {"ErrorInfo": 3, "_error": 2, "refusal": 2}  # of the code, where it has no name
 
 
 def calls(module: ModuleType) -> Iterator[tuple[str, ast.Call]]:
@@ -185,7 +185,9 @@ def bare() -> dict[str, object]:
 
 def full() -> dict[str, object]:
     made = record(
-        **dict.fromkeys(("model", "target", "tier_asked", "tier", "backend", "reason", "tenant", "key"), "x"),
+        **dict.fromkeys(
+            ("model", "target", "tier_asked", "tier", "backend", "reason", "tenant", "key", "client"), "x"
+        ),
         **dict.fromkeys(("session_hash", "conversation", "policy", "finish_reason", "error"), "x"),
         **dict.fromkeys(("prompt_tokens_error", "predicted_wait", "predicted_ttft", "predicted_tpot"), 0.5),
         **dict.fromkeys(("reserved_tokens", "charged_tokens", "cached_tokens_estimate"), 5),

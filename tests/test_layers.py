@@ -19,6 +19,10 @@ LAYERS = (
     (
         "upstream",
         "front",
+        "entrance",
+        "patience",
+        "turnaway",
+        "tls",
         "record",
         "recorder",
         "endpoints",

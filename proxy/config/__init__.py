@@ -36,9 +36,9 @@ from proxy.config.sections import (
     Server,
     Telemetry,
     Timeouts,
-    Tls,
 )
 from proxy.config.shared import ENCRYPTED, SharedLimits
+from proxy.config.tls import ListenerTls, Tls
 from proxy.config.values import Secret
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Health",
     "KeySettings",
     "Limits",
+    "ListenerTls",
     "Model",
     "ModelRoute",
     "Policy",

@@ -18,6 +18,7 @@ from policies import BackendView, ContextEstimate, DropReason, RequestFacts, Rou
 from policies.profile import names
 from proxy.config.clientrules import CLIENT_RULES
 from proxy.config.problems import key_path
+from proxy.config.tls import backend_files_fit, listener_files_fit, proxies_are_named
 
 if TYPE_CHECKING:
     from proxy.config.sections import Backend, Config
@@ -57,12 +58,6 @@ def profiles_exist(config: Config) -> Iterator[str]:
             near = difflib.get_close_matches(backend.profile, names(), n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names())}"
             yield f'backends[{index}].profile: no profile is named "{backend.profile}", {hint}'
-
-
-def tls_needs_https(config: Config) -> Iterator[str]:
-    for index, backend in enumerate(config.backends):
-        if backend.url.startswith("http:") and (backend.tls.ca or not backend.tls.verify):
-            yield f"backends[{index}].tls: the URL is http, so no TLS can be set up: write https, or drop it"
 
 
 def reference_has_no_divergence(config: Config) -> Iterator[str]:
@@ -269,7 +264,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("backends",), some_backend),
     (("backends",), backend_twins),
     (("backends",), profiles_exist),
-    (("backends",), tls_needs_https),
+    (("backends",), backend_files_fit),
     (("backends",), reference_has_no_divergence),
     (("models",), some_model),
     (("models", "backends"), model_backends_exist),
@@ -279,6 +274,8 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("tiers",), exact_means_reference),
     (("backends", "models", "tiers", "policy"), tiers_can_be_served),
     (("server", "admin"), listeners_apart),
+    (("server", "admin"), listener_files_fit),
+    (("server",), proxies_are_named),
     (("server",), uvloop_is_there),
     (("server",), keys_beyond_loopback),
     (("admin",), admin_key_beyond_loopback),

@@ -9,7 +9,6 @@ Rules
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -28,6 +27,7 @@ from proxy.config import rules
 from proxy.config.clients import Allowed, ApiKey, Price, Tenant, ToolFormatName
 from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
 from proxy.config.shared import SharedSection
+from proxy.config.tls import ListenerTls, Tls
 from proxy.config.values import (
     AbsolutePath,
     Array,
@@ -35,13 +35,13 @@ from proxy.config.values import (
     BaseUrl,
     Bits,
     Bytes,
-    CertificateFile,
     Count,
     CountOrNone,
     HeaderName,
     HostName,
     JsonTable,
     Name,
+    Network,
     Origin,
     Port,
     Records,
@@ -88,6 +88,9 @@ class Server(Section):
     public_paths: Array[AbsolutePath] = ("/health", "/ready", "/version", "/metrics")
     session_headers: Array[HeaderName] = SESSION_HEADERS
     watch_config: SecondsOrOff = 0.0
+    tls: ListenerTls = ListenerTls()
+    trusted_proxies: Array[Network] = ()
+    proxy_protocol: bool = False
     uvloop: Literal["auto", "on", "off"] = "auto"
 
 
@@ -98,6 +101,7 @@ class Admin(Section):
     host: HostName = "127.0.0.1"
     port: Port = 8081
     key: SecretRef | None = None
+    tls: ListenerTls = ListenerTls()
     metrics_on: Literal["data", "admin", "both"] = "data"
 
 
@@ -114,22 +118,6 @@ class Limits(Section):
     window_tokens: Tokens | None = None
     max_in_flight: Count | None = None
     kv_tokens: Tokens | None = None
-
-
-class Tls(Section):
-    ca: CertificateFile | None = None
-    verify: bool = True
-
-    def context(self) -> ssl.SSLContext:
-        """For connections to this backend: the system's certificates and `ca`, or anything at all."""
-        context = ssl.create_default_context()
-        context.set_alpn_protocols(["http/1.1"])
-        if self.ca is not None:
-            context.load_verify_locations(self.ca)
-        if not self.verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
 
 
 class Timeouts(Section):
@@ -257,6 +245,7 @@ class Telemetry(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     decisions: bool = False
+    client_addresses: bool = False
 
     @property
     def records_path(self) -> Path | None:

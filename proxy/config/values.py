@@ -31,6 +31,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from policies.classic import RANKINGS, own_policy
 from policies.ranking import Ranking
 from proxy.config.problems import ELSEWHERE
+from proxy.wire.forwarded import networks
 
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -152,6 +153,34 @@ def _certificates(value: object, info: ValidationInfo) -> object:
 
 
 CertificateFile = Annotated[str, BeforeValidator(_certificates)]
+
+
+def _readable(value: object, info: ValidationInfo) -> object:
+    if not isinstance(value, str) or not value:
+        raise expected("the path of a file")
+    path = _context(info)[1] / value
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise broken(f"{path} cannot be read: {error.strerror}") from None
+    return str(path)
+
+
+ReadableFile = Annotated[str, BeforeValidator(_readable)]
+
+
+def _network(value: object) -> object:
+    what = 'an address or a network, such as "10.0.0.0/8"'
+    if not isinstance(value, str):
+        raise expected(what)
+    try:
+        networks([value])
+    except ValueError as error:
+        raise broken(f"expected {what} ({error})") from None
+    return value
+
+
+Network = Annotated[str, BeforeValidator(_network)]
 
 
 def _records(value: object, info: ValidationInfo) -> object:

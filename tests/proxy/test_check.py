@@ -395,7 +395,9 @@ async def test_a_certificate_may_be_trusted_by_its_issuer_or_blindly(
     pem = tmp_path_factory.mktemp("tls") / "ca.pem"
     pem.write_bytes(authority)
     async with ScriptedBackend(tls=context) as server:
-        found = await findings(server.url, f'tls.ca = "{pem}"' if trust == "ca" else "tls.verify = false")
+        found = await findings(
+            server.url, f'tls.ca = "{pem}"' if trust == "ca" else "tls.insecure_any_certificate = true"
+        )
         assert told(found)["usage"] == ("ok", "streamed")
 
 

@@ -183,13 +183,13 @@ def test_check_notes_what_may_not_be_meant(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(
         GOOD.replace("[models.m]", '[models.m]\nbackends = ["a"]')
-        + '[[backends]]\nname = "idle"\nurl = "https://h"\ntls.verify = false\n'
+        + '[[backends]]\nname = "idle"\nurl = "https://h"\ntls.insecure_any_certificate = true\n'
         + "[server]\nallow_unauthenticated = true\n"
     )
     done = run("check", "--config", str(path))
     assert [line for line in done.stdout.splitlines() if line.startswith("note: ")] == [
         'note: backend "idle" serves no model',
-        'note: backend "idle" is trusted whatever certificate it shows (tls.verify = false)',
+        'note: backend "idle" is trusted whatever certificate it shows (tls.insecure_any_certificate = true)',
         "note: clients need no key (server.allow_unauthenticated = true)",
     ]
 

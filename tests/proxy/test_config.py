@@ -401,7 +401,7 @@ BROKEN_RULES: list[tuple[str, list[str]]] = [
         ['backends[2].profile: no profile is named "fp8-mtp3-tp2-v18", did you mean "fp8-mtp3-tp2-v17"?'],
     ),
     (
-        '[[backends]]\nname = "x"\nurl = "http://h:1"\ntls.verify = false',
+        '[[backends]]\nname = "x"\nurl = "http://h:1"\ntls.insecure_any_certificate = true',
         ["backends[2].tls: the URL is http, so no TLS can be set up: write https, or drop it"],
     ),
     (
@@ -739,6 +739,76 @@ def test_certificates_are_read_while_loading(tmp_path: Path) -> None:
     ]
 
 
+FILES = {
+    "a certificate without a key": (
+        'tls.cert = "server.pem"',
+        "server.tls.key: missing: a listener with TLS needs tls.cert and tls.key",
+    ),
+    "a key without a certificate": (
+        'tls.key = "server.key"',
+        "server.tls.cert: missing: a listener with TLS needs tls.cert and tls.key",
+    ),
+    "an authority alone": (
+        'tls.client_ca = "ca.pem"',
+        "server.tls.cert: missing: a listener with TLS needs tls.cert and tls.key",
+    ),
+    "another key": (
+        'tls.cert = "server.pem"\ntls.key = "other.key"',
+        "server.tls.key: {folder}/other.key is not the key of {folder}/server.pem",
+    ),
+    "no certificate": (
+        'tls.cert = "text.pem"\ntls.key = "server.key"',
+        "server.tls: {folder}/text.pem and {folder}/server.key are no certificate and key that can be used "
+        "(not PEM, or the key wants a passphrase)",
+    ),
+    "a key with a passphrase": (
+        'tls.cert = "server.pem"\ntls.key = "locked.key"',
+        "server.tls: {folder}/server.pem and {folder}/locked.key are no certificate and key that can be used "
+        "(not PEM, or the key wants a passphrase)",
+    ),
+    "nothing there": (
+        'tls.cert = "none.pem"\ntls.key = "server.key"',
+        "server.tls.cert: {folder}/none.pem cannot be read: No such file or directory",
+    ),
+    "a version that is too old": (
+        'tls.cert = "server.pem"\ntls.key = "server.key"\ntls.minimum_version = "1.1"',
+        'server.tls.minimum_version: expected "1.2" or "1.3", got "1.1"',
+    ),
+    "nobody to be trusted": (
+        "proxy_protocol = true",
+        "server.proxy_protocol: true, but nobody is trusted to say who a client is: name the proxies in trusted_proxies",
+    ),
+    "a network with host bits": (
+        'trusted_proxies = ["10.0.0.1/8"]',
+        'server.trusted_proxies[0]: expected an address or a network, such as "10.0.0.0/8" '
+        "(10.0.0.1/8 has host bits set)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "problem"), FILES.values(), ids=FILES.keys())
+def test_a_listener_has_a_certificate_and_key_that_fit_or_does_not_start(
+    tmp_path: Path, lines: str, problem: str
+) -> None:
+    trustme = pytest.importorskip("trustme")
+    from cryptography.hazmat.primitives import serialization as how
+
+    ca = trustme.CA()
+    made = ca.issue_cert("localhost")
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    made.cert_chain_pems[0].write_to_path(tmp_path / "server.pem")
+    made.private_key_pem.write_to_path(tmp_path / "server.key")
+    ca.issue_cert("localhost").private_key_pem.write_to_path(tmp_path / "other.key")
+    key = how.load_pem_private_key(made.private_key_pem.bytes(), None)
+    locked = how.BestAvailableEncryption(b"open")
+    (tmp_path / "locked.key").write_bytes(
+        key.private_bytes(how.Encoding.PEM, how.PrivateFormat.PKCS8, locked)
+    )
+    (tmp_path / "text.pem").write_text("hello")
+    text = f'[server]\n{lines}\n[models.m]\n[[backends]]\nname = "a"\nurl = "http://h"\n'
+    assert problems(text, folder=tmp_path) == [f"config: {problem.format(folder=tmp_path)}"]
+
+
 # -- whatever is written, the answer is a Config or a ConfigError ----------------------------------------------
 
 NAMES = sorted({part.strip("[]") for path in key_names(Config) for part in path.split(".")})
@@ -847,7 +917,13 @@ def uncommented() -> str:
 
 def test_what_config_toml_has_commented_out_is_valid_when_uncommented(tmp_path: Path) -> None:
     trustme = pytest.importorskip("trustme")
-    trustme.CA().cert_pem.write_to_path(tmp_path / "backends-ca.pem")
+    ca = trustme.CA()
+    for name in ("backends-ca", "clients-ca", "admins-ca"):
+        ca.cert_pem.write_to_path(tmp_path / f"{name}.pem")
+    for name in ("server", "admin", "gateway"):
+        made = ca.issue_cert("localhost")
+        made.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+        made.private_key_pem.write_to_path(tmp_path / f"{name}.key")
     (tmp_path / "my_policy.py").write_text(
         "def score(facts, backend):\n    return {'load': backend.in_flight}\n"
     )
@@ -858,6 +934,7 @@ def test_what_config_toml_has_commented_out_is_valid_when_uncommented(tmp_path: 
         "VALKEY_PASSWORD": "p",
     }
     text = uncommented().replace("http://127.0.0.1:8001", "https://127.0.0.1:8001")
+    assert 'server_name = "vllm.example.org"' in text
     config = loads(text, env, folder=tmp_path)
     assert [key.name for key in config.server.keys] == ["notebooks", "batch"]
     assert config.backends[0].model == "Qwen3.6-27B"

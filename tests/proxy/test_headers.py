@@ -43,7 +43,6 @@ def stream(request: pytest.FixtureRequest) -> bool:
         "anthropic-beta: one,two",
         "openai-organization: org",
         "x-stainless-retry-count: 0",
-        "x-forwarded-for: 10.0.0.1, 10.0.0.2",
         "x-custom: caf\xe9 \xff",
         "X-MiXeD-CaSe: kept",
         "x-empty: ",

@@ -37,6 +37,9 @@ class Sink:
     def discovered(self, name: str, window_tokens: int | None, served_model: str | None) -> None:
         self.found.append((window_tokens, served_model))
 
+    def tls(self, name: str) -> bool:
+        return True
+
     def busy(self, name: str) -> bool:
         return self.runs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import ssl
 import time
 from collections.abc import Iterator
 from enum import StrEnum
@@ -17,6 +18,7 @@ from policies.calibrate import ContentKind
 from policies.retry import Failure
 from policies.types import ChooseReason, Decision, Drop, DropReason, ShedReason
 from proxy.config import SharedLimits, loads
+from proxy.entrance import Door, refused_counter
 from proxy.errors import Ending, Hedged, Outcome
 from proxy.keys import failures_counter
 from proxy.ledger import LocalLedger
@@ -25,6 +27,7 @@ from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Counter, Met
 from proxy.record import Record, measures
 from proxy.recorder import Recorder
 from proxy.sharedledger import SharedLedger
+from proxy.tls import Tls, loads_counter
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
@@ -117,6 +120,10 @@ def limits() -> Iterator[Counter]:
     yield from limiter.counters()
     yield failures_counter(1)
     yield from SharedLedger(SharedLimits(url="valkey://v"), FakeClock(), LocalLedger(FakeClock())).counters()
+    yield from loads_counter([Tls("server", (), ssl.create_default_context, FakeClock())])
+    yield from refused_counter(
+        [Door("server", FakeClock(), tls=None, trusted=None, seconds=1.0, most=1, good_bye=1.0)]
+    )
 
 
 def everything() -> Metrics:

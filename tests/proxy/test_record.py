@@ -170,7 +170,7 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "failures", "continuation", "hedge", "tenant",
+    "drops", "attempts", "failures", "continuation", "hedge", "client", "tenant",
     "key", "limit", "reserved_tokens", "charged_tokens", "charged_by",
     "session", "conversation", "policy", "stream", "tools",
     "outcome", "status",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import Outcome
+from proxy.tls import Tls
 from proxy.upstream import ConnectionPool, UpstreamConnection
 from tests.fake_clock import FakeClock
 from tests.proxy.conftest import CHAT, Gateway, MakeGateway, chat
@@ -416,7 +417,9 @@ async def test_who_gives_up_in_the_moment_the_connection_stands_leaves_none_behi
     context, authority = server_tls()
     trust = ssl.create_default_context(cadata=authority.decode())
     async with ScriptedBackend(tls=context if tls else None) as backend:
-        pool = ConnectionPool(FakeClock(), "127.0.0.1", backend.port, trust if tls else None)
+        pool = ConnectionPool(
+            FakeClock(), "127.0.0.1", backend.port, Tls("it", (), lambda: trust, FakeClock()) if tls else None
+        )
         opened = pool.opened
 
         def give_up(connection: UpstreamConnection) -> None:
