@@ -24,6 +24,7 @@ class SpecKind(StrEnum):
     NONE = "none"
     MTP = "mtp"
     DFLASH = "dflash"
+    OTHER = "other"  # it drafts; how, nobody said
 
 
 class Part(StrEnum):

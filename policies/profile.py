@@ -117,9 +117,13 @@ def names() -> tuple[str, ...]:
     return tuple(MEASURED)
 
 
+def get(name: str | Profile) -> Profile:
+    """The profile of that name, or the one that is given; KeyError names the known ones."""
+    return name if isinstance(name, Profile) else _named(name)
+
+
 @cache
-def get(name: str) -> Profile:
-    """The profile of that name; KeyError names the known ones."""
+def _named(name: str) -> Profile:
     if name not in MEASURED:
         raise KeyError(f"unknown profile {name!r}; known: {', '.join(MEASURED)}")
     return build(

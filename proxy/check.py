@@ -4,17 +4,13 @@ Rules
 1. A probe reads little, writes nothing and follows no redirect; it costs a backend one token, two more where it has no
    tool parser, and two where its streams may go on elsewhere.
 2. Every problem comes with what to change. A note is worth knowing and fails nothing.
-3. What a server answers is somebody else's text: bounded, and printed without markup or control characters.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 
 import aiohttp
 import click
@@ -24,12 +20,22 @@ from rich.table import Table
 from proxy.abilities import find_out
 from proxy.aside import decoded
 from proxy.config import Backend, Config, effective, serving
+from proxy.probe import (
+    Answer,
+    Asker,
+    Finding,
+    Unreachable,
+    Verdict,
+    events_of,
+    models_of,
+    printable,
+    prompt_tokens_of,
+    session,
+)
 from proxy.tomltext import toml_lines
-from proxy.wire.errors import read_error, read_event_error
+from proxy.wire.errors import read_event_error
 from proxy.wire.promtext import EngineMetrics, read_metrics
 
-LONGEST_ANSWER = 1024 * 1024
-LONGEST_QUOTE = 160
 _TOOL = {
     "type": "function",
     "function": {
@@ -81,46 +87,6 @@ def notes(config: Config) -> Iterator[str]:
 # -- probing -------------------------------------------------------------------------------------------------
 
 
-class Verdict(StrEnum):
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing learned of a backend. fix: what to change; empty when all is well."""
-
-    backend: str
-    what: str
-    verdict: Verdict
-    detail: str
-    fix: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    status: int
-    kind: str
-    body: bytes
-
-    def quote(self) -> str:
-        """The server's own words, made fit to print."""
-        return printable(read_error(self.status, self.kind, self.body).message)
-
-
-def printable(text: str) -> str:
-    words = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return words if len(words) <= LONGEST_QUOTE else words[: LONGEST_QUOTE - 1] + "…"
-
-
-class Unreachable(Exception):
-    def __init__(self, detail: str, fix: str) -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.fix = fix
-
-
 def probe_all(config: Config, timeout: float) -> list[Finding]:
     """Ask every backend, side by side. timeout: seconds for each request."""
 
@@ -137,10 +103,9 @@ def probe_all(config: Config, timeout: float) -> list[Finding]:
 async def probe(backend: Backend, timeout: float, *, continues: bool = False) -> list[Finding]:
     """Everything there is to learn of one backend; stops where nothing more can be. continues: a tier lets broken streams
     go on elsewhere."""
-    limit = aiohttp.ClientTimeout(total=timeout)
-    async with aiohttp.ClientSession(timeout=limit, auto_decompress=False, trust_env=False) as session:
+    async with session(timeout) as asking:
         try:
-            return await Probe(backend, session).run(continues=continues)
+            return await Probe(backend, asking).run(continues=continues)
         except Unreachable as error:
             return [Finding(backend.name, "reachable", Verdict.PROBLEM, error.detail, error.fix)]
 
@@ -150,14 +115,14 @@ class Probe:
 
     def __init__(self, backend: Backend, session: aiohttp.ClientSession) -> None:
         self.backend = backend
-        self.session = session
+        self.asker = Asker(backend, session)
         self.findings: list[Finding] = []
 
     def _tell(self, what: str, verdict: Verdict, detail: str, fix: str = "") -> None:
         self.findings.append(Finding(self.backend.name, what, verdict, detail, fix))
 
     async def run(self, *, continues: bool) -> list[Finding]:
-        models = await self._ask("GET", "/v1/models")
+        models = await self.asker.ask("GET", "/v1/models")
         self._tell("reachable", Verdict.OK, self.backend.url)
         if not self._refused(models):
             model = self._model(models)
@@ -170,22 +135,6 @@ class Probe:
                 if continues:
                     await self._continuation(model)
         return self.findings
-
-    async def _ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
-        headers = {"accept-encoding": "identity"}
-        if self.backend.key is not None:
-            headers["authorization"] = f"Bearer {self.backend.key.reveal()}"
-        if body is not None:
-            headers["content-type"] = "application/json"
-        tls = self.backend.tls.context() if self.backend.url.startswith("https:") else True
-        url, name = self.backend.url + path, self.backend.tls.server_name
-        try:
-            async with self.session.request(
-                method, url, data=body, headers=headers, ssl=tls, allow_redirects=False, server_hostname=name
-            ) as response:
-                return Answer(response.status, response.content_type, await _read(response))
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            raise _unreachable(error) from error
 
     def _refused(self, answer: Answer) -> bool:
         """Whether the key is wrong or missing; told if so. Only a chat request proves that it is right: some servers
@@ -203,7 +152,7 @@ class Probe:
 
     def _model(self, answer: Answer) -> str | None:
         """The name to ask for; None when the server does not say which models it has."""
-        listed = _models(answer.body) if answer.status == 200 else {}
+        listed = models_of(answer.body) if answer.status == 200 else {}
         wanted = self.backend.model
         if not listed:
             detail = f"/v1/models answers {answer.status} and lists none: {answer.quote()}"
@@ -234,7 +183,7 @@ class Probe:
 
     async def _health(self) -> None:
         path = self.backend.health_path
-        answer = await self._ask("GET", path)
+        answer = await self.asker.ask("GET", path)
         if answer.status == 200:
             self._tell("health", Verdict.OK, path)
         elif answer.status == 404:
@@ -245,7 +194,7 @@ class Probe:
 
     async def _metrics(self) -> None:
         path = self.backend.metrics_path
-        answer = await self._ask("GET", path)
+        answer = await self.asker.ask("GET", path)
         load = read_metrics(answer.body) if answer.status == 200 else EngineMetrics()
         if load.running is None:
             why = f"answers {answer.status}" if answer.status != 200 else "tells nothing of running requests"
@@ -266,7 +215,7 @@ class Probe:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answer = await self._ask("POST", "/v1/chat/completions", json.dumps(request).encode())
+        answer = await self.asker.ask("POST", "/v1/chat/completions", json.dumps(request).encode())
         if self._refused(answer):
             return
         self._tell("key", Verdict.OK, "none is wanted" if self.backend.key is None else "accepted")
@@ -278,7 +227,7 @@ class Probe:
                 "stream", Verdict.PROBLEM, detail, "the server refuses a plain chat request: see its log"
             )
             return
-        events = list(_events(answer.body))
+        events = list(events_of(answer.body))
         error = next((found for found in map(read_event_error, events) if found), None)
         if error is not None or not events:
             detail = f"the stream says: {printable(error.message)}" if error else "the stream is empty"
@@ -300,7 +249,9 @@ class Probe:
 
     async def _continuation(self, model: str) -> None:
         async def ask(path: bytes, body: dict[str, object]) -> object:
-            answer = await self._ask("POST", path.decode(), json.dumps({**body, "model": model}).encode())
+            answer = await self.asker.ask(
+                "POST", path.decode(), json.dumps({**body, "model": model}).encode()
+            )
             return decoded(answer.body) if answer.status == 200 else None
 
         ability = await find_out(ask)
@@ -322,12 +273,12 @@ class Probe:
         for tools in ({}, {"tools": [_TOOL], "tool_choice": "none"}):
             messages = [{"role": "user", "content": "ping"}]
             request = {"model": model, "messages": messages, "max_tokens": 1, **tools}
-            answer = await self._ask("POST", "/v1/chat/completions", json.dumps(request).encode())
+            answer = await self.asker.ask("POST", "/v1/chat/completions", json.dumps(request).encode())
             if answer.status != 200:
                 detail = f"a request {'with' if tools else 'without'} tools answers {answer.status}: {answer.quote()}"
                 self._tell("tools", Verdict.PROBLEM, detail, _NEEDS_PARSER)
                 return
-            sizes.append(_prompt_tokens(answer.body))
+            sizes.append(prompt_tokens_of(answer.body))
         without, with_tools = sizes
         if without is None or with_tools is None:
             detail = (
@@ -343,70 +294,6 @@ class Probe:
             self._tell(
                 "tools", Verdict.PROBLEM, 'not rendered with tool_choice "none": no tool is ever called', fix
             )
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """The body, or its first LONGEST_ANSWER bytes."""
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) >= LONGEST_ANSWER:
-            response.close()
-            break
-    return bytes(body[:LONGEST_ANSWER])
-
-
-def _unreachable(error: Exception) -> Unreachable:
-    detail = " ".join(str(error).split()) or type(error).__name__
-    match error:
-        case aiohttp.ClientConnectorCertificateError():
-            return Unreachable(detail, "set tls.ca to the file of the certificate's issuer")
-        case aiohttp.ClientSSLError():
-            return Unreachable(detail, "does the server speak TLS on this port? If not, write http in url")
-        case aiohttp.ClientConnectorDNSError():
-            return Unreachable(detail, "the host in url is not known here")
-        case TimeoutError():
-            return Unreachable("no answer in time", "is the server still loading, or a firewall in between?")
-        case aiohttp.ClientConnectorError(os_error=OSError(errno=int(number))) if number > 0:
-            return Unreachable(os.strerror(number), "is the server running, and is this its port?")
-    return Unreachable(detail, "what listens at this address does not speak HTTP as expected")
-
-
-def _json(body: bytes) -> object:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _prompt_tokens(body: bytes) -> int | None:
-    answer = _json(body)
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else None
-
-
-def _models(body: bytes) -> dict[str, int | None]:
-    """Names in /v1/models and their windows in tokens: vLLM's max_model_len, llama.cpp's meta.n_ctx."""
-    answer = _json(body)
-    entries = answer.get("data") if isinstance(answer, dict) else None
-    found: dict[str, int | None] = {}
-    for entry in entries if isinstance(entries, list) else []:
-        if not isinstance(entry, dict) or not isinstance(entry.get("id"), str):
-            continue
-        meta = entry.get("meta")
-        window = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
-        found[entry["id"]] = window if isinstance(window, int) else None
-    return found
-
-
-def _events(body: bytes) -> Iterator[object]:
-    """The JSON of a stream's data lines."""
-    for line in body.splitlines():
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data != b"[DONE]":
-                yield _json(data)
 
 
 def print_probes(findings: list[Finding]) -> bool:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import click
 
 from proxy import __version__
+from proxy.bench.cli import bench
 from proxy.keycommands import keys
 from proxy.replay.cli import explain, replay
 from proxy.sim.cli import sim
@@ -124,6 +125,7 @@ def _load(path: str) -> Config:
 
 
 main.add_command(keys)
+main.add_command(bench)
 main.add_command(sim)
 main.add_command(replay)
 main.add_command(explain)

@@ -50,7 +50,8 @@ LAYERS = (
     ("handler", "admin"),
     ("app", "sim", "simulate", "replay", "keycommands"),
     ("serve",),
-    ("check",),
+    ("probe",),
+    ("check", "bench", "doctor", "trial"),
     ("cli",),
     ("__main__",),
 )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from policies.engine import BLOCK_TOKENS
+from policies.profile import Profile
 from policies.types import Slo, Tier
 
 BALANCED = Tier("balanced", max_kl_bits=0.05, slo=Slo())
@@ -73,11 +74,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A backend to simulate. `profile`: which configuration it is. `known`: whether the policy has that profile, too,
-    or must learn. `kv_tokens`: instead of the profile's."""
+    """A backend to simulate. `profile`: which configuration it is, by name or as measured. `known`: whether the policy has
+    that profile, too, or must learn. `kv_tokens`: instead of the profile's."""
 
     name: str
-    profile: str
+    profile: str | Profile
     known: bool = True
     kv_tokens: int | None = None
 

@@ -12,12 +12,14 @@ Rules
 from proxy.config.clients import Allowed, ApiKey, KeySettings, Price, Tenant
 from proxy.config.load import (
     ConfigError,
+    backend_at,
     check_key,
     effective,
     load,
     load_policy,
     load_with,
     loads,
+    read_profile,
     read_settings,
 )
 from proxy.config.policy import Policy
@@ -67,6 +69,7 @@ __all__ = [
     "Tenant",
     "Timeouts",
     "Tls",
+    "backend_at",
     "check_key",
     "effective",
     "is_loopback",
@@ -74,6 +77,7 @@ __all__ = [
     "load_policy",
     "load_with",
     "loads",
+    "read_profile",
     "read_settings",
     "serving",
 ]

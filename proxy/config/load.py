@@ -11,10 +11,11 @@ from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
+from policies.profile import Profile, names
 from proxy.config import problems, rules
 from proxy.config.clients import ApiKey, KeySettings
 from proxy.config.problems import ELSEWHERE
-from proxy.config.sections import Config
+from proxy.config.sections import Backend, Config
 from proxy.config.values import PolicySource, Secret
 
 
@@ -111,6 +112,36 @@ def read_settings(data: Mapping[str, object], source: str) -> KeySettings:
     except ValidationError as error:
         found = [problems.line(dict(e), KeySettings) for e in error.errors(include_url=False)]
         raise ConfigError([f"{source}: {problem}" for problem in found]) from None
+
+
+def backend_at(
+    url: str, key: str | None = None, model: str | None = None, *, insecure: bool = False
+) -> Backend:
+    """A backend that no file names: an address of the command line. key: a reference, as in a file. A `/v1` at its end
+    is left out. Raises `ConfigError`."""
+    data: dict[str, object] = {"name": "url", "url": url.rstrip("/").removesuffix("/v1"), "model": model}
+    data |= {} if key is None else {"key": key}
+    data |= {"tls": {"insecure_any_certificate": True}} if insecure else {}
+    try:
+        return Backend.model_validate(data, context={"env": os.environ, "folder": Path()})
+    except ValidationError as error:
+        raise ConfigError(
+            [problems.line(dict(e), Backend) for e in error.errors(include_url=False)]
+        ) from None
+
+
+def read_profile(name: str) -> Profile:
+    """A profile by its name, or one in a file. Raises `ConfigError`."""
+    data = {"name": "a", "url": "http://127.0.0.1", "profile": name}
+    try:
+        found = Backend.model_validate(data, context={"folder": Path()}).measured
+    except ValidationError as error:
+        raise ConfigError(
+            [problems.line(dict(e), Backend) for e in error.errors(include_url=False)]
+        ) from None
+    if found is None:
+        raise ConfigError([f'no profile is named "{name}" (known: {", ".join(names())})'])
+    return found
 
 
 def check_key(config: Config, name: str, tenant: str, data: Mapping[str, object]) -> list[str]:

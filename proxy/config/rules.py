@@ -54,7 +54,7 @@ def backend_twins(config: Config) -> Iterator[str]:
 
 def profiles_exist(config: Config) -> Iterator[str]:
     for index, backend in enumerate(config.backends):
-        if backend.profile is not None and backend.profile not in names():
+        if backend.profile is not None and backend.measured is None:
             near = difflib.get_close_matches(backend.profile, names(), n=1)
             hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(names())}"
             yield f'backends[{index}].profile: no profile is named "{backend.profile}", {hint}'

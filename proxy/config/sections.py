@@ -44,6 +44,8 @@ from proxy.config.values import (
     Network,
     Origin,
     Port,
+    ProfileFile,
+    ProfileName,
     Records,
     Seconds,
     SecondsOrOff,
@@ -149,7 +151,7 @@ class Backend(Section):
     name: Name
     url: BaseUrl
     model: str | None = None
-    profile: Name | None = None
+    profile: ProfileName | None = None
     key: SecretRef | None = None
     quality: Quality = Quality()
     limits: Limits = Limits()
@@ -178,6 +180,8 @@ class Backend(Section):
     @property
     def measured(self) -> Profile | None:
         """The profile, if one is named."""
+        if isinstance(self.profile, ProfileFile):
+            return self.profile.profile
         return profiles.get(self.profile) if self.profile in profiles.names() else None
 
     @property

@@ -29,6 +29,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from policies.classic import RANKINGS, own_policy
+from policies.profile import Profile
+from policies.profilefile import BadProfile, read
 from policies.ranking import Ranking
 from proxy.config.problems import ELSEWHERE
 from proxy.wire.forwarded import networks
@@ -93,9 +95,8 @@ def _matches(pattern: str, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Name = Annotated[
-    str, _matches(r"[A-Za-z0-9][\w.:/@+-]{0,127}", "a name of letters, digits and . _ - : / @ +, at most 128")
-]
+_NAME = r"[A-Za-z0-9][\w.:/@+-]{0,127}"
+Name = Annotated[str, _matches(_NAME, "a name of letters, digits and . _ - : / @ +, at most 128")]
 HostName = Annotated[
     str, _matches(r"[^\s/\[\]]+", 'a host name or an address without brackets, such as "::"')
 ]
@@ -274,6 +275,45 @@ def _policy_source(value: object, info: ValidationInfo) -> object:
 
 
 SourceFile = Annotated[PolicySource, PlainValidator(_policy_source)]
+
+
+class ProfileFile(str):
+    """The path of a profile that was measured here (`tierline bench`), read while loading. profile: what it says. Two
+    versions of it are two profiles."""
+
+    profile: Profile
+    text: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProfileFile) and str(self) == str(other) and self.text == other.text
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((str(self), self.text))
+
+
+def _profile(value: object, info: ValidationInfo) -> object:
+    if isinstance(value, ProfileFile):
+        return value
+    if not isinstance(value, str) or not value.endswith(".toml"):
+        if not isinstance(value, str) or not re.fullmatch(_NAME, value):
+            raise expected('the name of a profile, or the path of a file such as "measured.toml"')
+        return value
+    path = ProfileFile(_context(info)[1] / value)
+    try:
+        path.text = Path(path).read_text("utf-8")
+        path.profile = read(path.text)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise broken(f"{path} cannot be read: {why}") from None
+    except BadProfile as error:
+        raise broken(f"{path} is no profile: {error}") from None
+    return path
+
+
+ProfileName = Annotated[str, PlainValidator(_profile)]
 
 
 class Secret:

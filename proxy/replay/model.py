@@ -52,7 +52,7 @@ def machines(config: Config) -> tuple[Machine, ...]:
     if missing:
         raise CannotModel(f"without a profile there is no engine to simulate: {', '.join(missing)}")
     return tuple(
-        Machine(backend.name, backend.profile or "", kv_tokens=backend.limits.kv_tokens)
+        Machine(backend.name, backend.measured or "", kv_tokens=backend.limits.kv_tokens)
         for backend in config.backends
     )
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from policies.profile import Profile
     from proxy.sim.faults import Fault
     from proxy.sim.server import Options
 
 
 @click.command()
-@click.option("--profile", metavar="NAME", help="Which configuration to be; --list names them.")
+@click.option("--profile", metavar="NAME", help="Which configuration to be; --list names them. Or a file.")
 @click.option("--list", "listing", is_flag=True, help="Name the profiles and stop.")
 @click.option("--check", is_flag=True, help="Print model beside study (of one profile, or of all) and stop.")
 @click.option("--host", default="127.0.0.1", show_default=True)
@@ -83,17 +84,16 @@ def sim(
     """Stand in for a vLLM server: its wire, and the speed of a measured configuration."""
     from policies import profile as profiles
 
-    if profile is not None and profile not in profiles.names():
-        raise click.BadParameter(f"known: {', '.join(profiles.names())}", param_hint="--profile")
+    own = _profile(profile) if profile is not None else None
     if listing:
         for name in profiles.names():
             click.echo(f"{name:32} {profiles.get(name).measured.title}")
         return
     if check:
-        raise SystemExit(_check([profile] if profile else list(profiles.names())))
-    if profile is None:
+        raise SystemExit(_check([own] if own else [profiles.get(name) for name in profiles.names()]))
+    if own is None:
         raise click.UsageError("give --profile NAME, --list or --check")
-    if profiles.get(profile).quality_only:
+    if own.quality_only:
         raise click.BadParameter("holds quality figures only", param_hint="--profile")
 
     from proxy.sim.plan import Dialect
@@ -101,7 +101,7 @@ def sim(
 
     _run(
         Options(
-            profile=profile,
+            profile=own,
             model=model,
             host=host,
             port=port,
@@ -124,15 +124,30 @@ def sim(
     )
 
 
-def _check(names: list[str]) -> int:
-    """Model beside study, one line a cell; 1 if a cell is out of tolerance."""
+def _profile(name: str) -> Profile:
+    """A shipped one, or one in a file."""
     from policies import profile as profiles
+    from policies.profilefile import BadProfile, read
+
+    if name in profiles.names():
+        return profiles.get(name)
+    if not name.endswith(".toml"):
+        raise click.BadParameter(f"known: {', '.join(profiles.names())}", param_hint="--profile")
+    try:
+        with open(name, encoding="utf-8") as file:
+            return read(file.read())
+    except (OSError, UnicodeDecodeError, BadProfile) as problem:
+        raise click.BadParameter(f"{name}: {problem}", param_hint="--profile") from None
+
+
+def _check(chosen: list[Profile]) -> int:
+    """Model beside study, one line a cell; 1 if a cell is out of tolerance."""
     from policies.engine.check import check
 
     click.echo(
         f"{'profile':32}{'measured':14}{'streams':>8}{'context':>9}{'study':>10}{'model':>10}{'error':>8}"
     )
-    cells = [cell for name in names for cell in check(profiles.get(name))]
+    cells = [cell for one in chosen for cell in check(one)]
     for cell in cells:
         mark = "" if cell.ok else f"  over {cell.tolerance:.0%}"
         click.echo(
@@ -183,7 +198,7 @@ async def _serve(options: Options) -> None:
     simulator = Simulator(options, LoopClock())
     await simulator.start()
     admin = "" if options.admin_port is None else f", admin on {simulator.admin_url}"
-    click.echo(f"{options.profile} as {options.model} on {simulator.url}{admin}")
+    click.echo(f"{simulator.profile} as {options.model} on {simulator.url}{admin}")
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

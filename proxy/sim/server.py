@@ -18,6 +18,7 @@ from aiohttp import web
 
 from policies import profile as profiles
 from policies.engine import Engine, EngineConfig, Request
+from policies.profile import Profile
 from proxy.clock import Clock, Timer
 from proxy.front import Answer, Server, send_continue
 from proxy.sim import shapes
@@ -40,9 +41,10 @@ DYING_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """time_scale: engine seconds per second. bytes_per_token: of the tokenizer. None: as the profile says."""
+    """profile: its name, or itself. time_scale: engine seconds per second. bytes_per_token: of the tokenizer. None: as the
+    profile says."""
 
-    profile: str
+    profile: str | Profile
     model: str = "Qwen3.6-27B"
     host: str = "127.0.0.1"
     port: int = 0
@@ -72,7 +74,7 @@ class Simulator:
         self._clock = clock
         self._profile = profiles.get(options.profile)
         if self._profile.quality_only:
-            raise ValueError(f"profile {options.profile} holds quality figures only: nothing to simulate")
+            raise ValueError(f"profile {self.profile} holds quality figures only: nothing to simulate")
         self._window = options.window_tokens or self._profile.window_tokens
         self._config = EngineConfig(
             kv_tokens=options.kv_tokens or self._profile.kv_tokens,
@@ -111,6 +113,10 @@ class Simulator:
         self._dead = False
 
     # -- listeners
+
+    @property
+    def profile(self) -> str:
+        return self._profile.name
 
     @property
     def url(self) -> str:

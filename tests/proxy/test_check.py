@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.check import LONGEST_QUOTE, Finding, Verdict, print_probes, probe
+from proxy.check import print_probes, probe
 from proxy.config import Backend, loads
+from proxy.probe import LONGEST_QUOTE, Finding, Verdict
 from proxy.tomltext import toml_lines
 from tests.captures import LLAMA_CPP_PYTHON, LLAMA_SERVER, SERVERS, VLLM, load
 from tests.scripted import (

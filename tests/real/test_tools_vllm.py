@@ -12,8 +12,9 @@ from pathlib import Path
 import openai
 import pytest
 
-from proxy.check import Verdict, probe
+from proxy.check import probe
 from proxy.config import loads
+from proxy.probe import Verdict
 from tests.real import differential
 from tests.real.alike import Clients
 from tests.real.conftest import start_or_give_up
