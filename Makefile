@@ -16,7 +16,7 @@ demo-real: $(VENV)/.demo-real   ## the same with real llama-servers
 test: $(VENV)/.test         ## the tests of a normal run
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm and not slow"
 
-test-all: $(VENV)/.test     ## everything but vLLM, and tests/proxy on the oldest and newest aiohttp allowed
+test-all: $(VENV)/.test $(VENV)/.deploy-test     ## everything but vLLM, and tests/proxy on the oldest and newest aiohttp allowed
 	TIERLINE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not vllm"
 	$(BIN)/python -m tests.aiohttp_versions
 
@@ -41,6 +41,9 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 
 $(VENV)/.demo-real: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[demo-real]' && touch $@ $(VENV)/.demo
+
+$(VENV)/.deploy-test: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[deploy-test]' && touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[test]' && touch $@ $(VENV)/.demo $(VENV)/.demo-real

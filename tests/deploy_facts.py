@@ -23,7 +23,7 @@ KEYS = {
     "VLLM_API_KEY": "engine-key",
     "VLLM_API_KEY_BF16": "other-engine-key",
 }
-SHELL = {**KEYS, "HOME": "/home/someone", "BF16_ADDRESS": "192.0.2.7"}
+SHELL = {**KEYS, "GRAFANA_PASSWORD": "grafana-password", "HOME": "/home/someone", "BF16_ADDRESS": "192.0.2.7"}
 
 
 # -- the study's facts ---------------------------------------------------------------------------------------
@@ -137,7 +137,8 @@ FACTS: dict[str, Facts] = {
     ),
 }
 FLEET = {"fp8": FACTS["fp8-mtp3"], "bf16": FACTS["bf16-dflash8"]}
-RECIPES = [*FACTS, "fleet"]
+GGUF = "gguf-q8"
+RECIPES = [*FACTS, GGUF, "fleet"]
 # The fleet's own machine runs its FP8 half.
 ENGINES = {**FACTS, "fleet": FLEET["fp8"]}
 

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from tests.deploy_facts import (
     ENGINES,
     FACTS,
     FLEET,
+    GGUF,
     KEYS,
     OPTIONS,
     RECIPES,
@@ -44,6 +46,7 @@ from tests.deploy_facts import (
     config_of,
     seconds,
 )
+from tests.real.llama import Unavailable, find_server
 
 # -- compose files -------------------------------------------------------------------------------------------
 
@@ -53,7 +56,7 @@ def test_every_recipe_has_a_compose_file_and_a_config_and_there_are_no_others() 
     assert sorted(RECIPES) == sorted(path.stem for path in DEPLOY.glob("*.yaml") if path.stem != "common")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ENGINES)
 def test_the_engine_is_started_as_the_study_did(recipe: str) -> None:
     facts, engine = ENGINES[recipe], compose(recipe)["services"]["vllm"]
     assert engine["image"] == facts.image
@@ -81,7 +84,10 @@ def test_tierline_runs_beside_the_engine_on_its_config(recipe: str) -> None:
     whole = compose(recipe)
     service, config = whole["services"]["tierline"], config_of(recipe)
     assert whole["name"] == "tierline"  # one project: a recipe takes the place of another
-    assert service["volumes"] == [f"./{recipe}.toml:{dockerfile_command()[-1]}:ro"]
+    state, mounted = "/var/lib/tierline", f"./{recipe}.toml:{dockerfile_command()[-1]}:ro"
+    assert service["volumes"] == [f"tierline:{state}", mounted]
+    assert "tierline" in whole["volumes"]
+    assert config.server.store == f"{state}/keys.db"
     assert service["network_mode"] == "host"
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(
         DEPLOY / "Dockerfile"
@@ -111,18 +117,69 @@ def test_prometheus_scrapes_the_gateway_and_every_engine(recipe: str) -> None:
         name: [target for group in job["static_configs"] for target in group["targets"]]
         for name, job in scrapes.items()
     }
+    engines = [backend.url.removeprefix("http://") for backend in config.backends]
     assert targets == {
         "tierline": [f"127.0.0.1:{config.server.port}"],
-        "vllm": [backend.url.removeprefix("http://") for backend in config.backends],
+        **({"vllm": engines} if recipe != GGUF else {}),  # llama-server's own figures want its key
     }
     assert config.admin.metrics_on in ("data", "both")
     assert "/metrics" in config.server.public_paths
     assert all("metrics_path" not in job for job in scrapes.values())  # its default is the path of both
-    for target in targets["vllm"]:  # every name is known to both that must find it
+    for target in engines:  # every name is known to both that must find it
         host = target.split(":")[0]
         for name in ("tierline", "prometheus"):
             hosts = dict(line.split(":", 1) for line in whole["services"][name].get("extra_hosts", []))
             assert host == "127.0.0.1" or host in hosts
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_grafana_finds_prometheus_and_the_dashboard_and_wants_a_password(recipe: str) -> None:
+    whole = compose(recipe)
+    service = whole["services"]["grafana"]
+    mounts = dict(volume.split(":")[:2][::-1] for volume in service["volumes"])
+    assert mounts["/var/lib/grafana"] in whole["volumes"]
+    folder = DEPLOY / mounts["/etc/grafana/provisioning"]
+    (source,) = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text("utf-8"))["datasources"]
+    assert (
+        f"--web.listen-address={source['url'].removeprefix('http://')}"
+        in whole["services"]["prometheus"]["command"]
+    )
+    assert source["isDefault"]
+    (provider,) = yaml.safe_load((folder / "dashboards" / "tierline.yml").read_text("utf-8"))["providers"]
+    (board,) = [at for at in mounts if at.startswith(f"{provider['options']['path']}/")]
+    json.loads((DEPLOY / mounts[board]).read_text("utf-8"))
+    assert service["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    assert service["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == SHELL["GRAFANA_PASSWORD"]
+    with pytest.raises(Missing, match=r"^GRAFANA_PASSWORD$"):
+        compose(recipe, {key: value for key, value in SHELL.items() if key != "GRAFANA_PASSWORD"})
+
+
+def test_the_gguf_engine_is_on_loopback_with_the_windows_of_its_slots() -> None:
+    engine, (backend,) = compose(GGUF)["services"]["llama"], config_of(GGUF).backends
+    words = shlex.split(engine["command"])
+    value = dict(pairwise(words))
+    assert value["--host"] == "127.0.0.1"
+    assert f"{value['--host']}:{value['--port']}" == backend.url.removeprefix("http://")
+    assert engine["environment"] == {"LLAMA_API_KEY": "engine-key"}
+    slots, context = int(value["--parallel"]), int(value["--ctx-size"])
+    limits = backend.limits
+    assert (limits.max_in_flight, limits.kv_tokens) == (slots, context)
+    assert limits.window_tokens == context // slots
+    assert (backend.model, backend.profile) == (value["--alias"], GGUF)
+    assert "--metrics" in words
+
+
+def test_a_real_llama_server_knows_every_option_of_the_recipe() -> None:
+    try:
+        binary = find_server()
+    except Unavailable as why:
+        pytest.skip(str(why))
+    done = subprocess.run([binary, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    known = set(re.findall(r"--[a-z][a-z-]+", done.stdout))
+    used = {
+        word for word in shlex.split(compose(GGUF)["services"]["llama"]["command"]) if word.startswith("--")
+    }
+    assert used <= known
 
 
 def test_the_fleet_asks_for_the_other_machines_address() -> None:
@@ -131,7 +188,7 @@ def test_the_fleet_asks_for_the_other_machines_address() -> None:
 
 
 def test_the_fleets_other_machine_needs_no_key_but_its_own() -> None:
-    compose("bf16-dflash8", {"HOME": "/home/someone", "VLLM_API_KEY": "x"})
+    compose("bf16-dflash8", {"HOME": "/home/someone", "VLLM_API_KEY": "x", "GRAFANA_PASSWORD": "x"})
 
 
 def test_the_example_of_keys_names_every_variable_and_no_value_of_a_key() -> None:
@@ -261,7 +318,11 @@ def test_the_image_is_small_not_root_and_gets_its_signals() -> None:
     stage = final_stage()
     assert re.fullmatch(r"python:3\.\d+-slim", stage["FROM"])
     assert "RUN" not in stage  # nothing is installed, so nothing is left of installing
-    assert stage["COPY"] == "--from=build /opt/tierline /opt/tierline"
+    start = max(i for i, (instruction, _) in enumerate(dockerfile()) if instruction == "FROM")
+    assert [rest for instruction, rest in dockerfile()[start:] if instruction == "COPY"] == [
+        "--from=build /opt/tierline /opt/tierline",
+        f"--from=build --chown={stage['USER']} /var/lib/tierline /var/lib/tierline",
+    ]
     user = stage["USER"].split(":")
     assert all(part.isdigit() and int(part) > 0 for part in user)
     assert stage["STOPSIGNAL"] == "SIGTERM"
@@ -296,6 +357,7 @@ def test_the_images_command_serves_its_healthcheck_tells_and_sigterm_ends_it(tmp
     text = (DEPLOY / "fp8-mtp3.toml").read_text("utf-8")
     text = text.replace('host = "0.0.0.0"', f'host = "127.0.0.1"\nport = {port}')
     config = tmp_path / "config.toml"
+    text = text.replace("/var/lib/tierline", str(tmp_path))
     config.write_text(text.replace("[admin]", f"[admin]\nport = {admin_port}\n#"))
     entry, *arguments, place = dockerfile_command()
     assert entry == "/opt/tierline/bin/tierline"
@@ -332,7 +394,7 @@ def test_the_images_command_serves_its_healthcheck_tells_and_sigterm_ends_it(tmp
 
 
 def unit() -> configparser.ConfigParser:
-    parser = configparser.ConfigParser(interpolation=None, delimiters="=")
+    parser = configparser.ConfigParser(interpolation=None, delimiters="=", strict=False)
     parser.optionxform = str  # type: ignore[assignment]
     parser.read(DEPLOY / "tierline.service")
     return parser
@@ -357,7 +419,19 @@ def test_the_unit_drains_is_not_root_and_takes_its_keys_from_a_file() -> None:
     assert service["CapabilityBoundingSet"] == ""
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+SYSTEMD = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze here")
+
+
+@SYSTEMD
+def test_systemd_thinks_the_unit_is_well_hardened() -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager"]
+    done = subprocess.run(
+        [*command, DEPLOY / "tierline.service"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout[-300:]
+
+
+@SYSTEMD
 def test_systemd_reads_the_unit_without_complaint(tmp_path: Path) -> None:
     text = (DEPLOY / "tierline.service").read_text("utf-8")
     copy = tmp_path / "tierline.service"
@@ -379,4 +453,4 @@ def test_the_readme_names_every_file_and_only_files_that_are_there() -> None:
         assert f"`{stem}`" in text or f"deploy/{name}" in text, name
     for name in re.findall(r"deploy/([\w.-]+)", text):
         assert name == ".env" or name in there
-    assert len(text.splitlines()) <= 70  # one page
+    assert len(text.splitlines()) <= 90  # one page
