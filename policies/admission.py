@@ -14,7 +14,7 @@ profile: a guess is no reason to let anybody wait):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from math import ceil, exp, inf
 from random import Random
@@ -38,6 +38,9 @@ from policies.types import (
     Verdict,
     Wait,
 )
+
+Names = Callable[[str, tuple[str, ...]], tuple[str, ...]]
+"""(public name of a model, backends that it had) → those that it has now."""
 
 _NONE: frozenset[str] = frozenset()
 LOOK = 4
@@ -68,11 +71,14 @@ class Admission:
         self._trust = 1.0
         self.configure(0.0, router, params)
 
-    def configure(self, now: float, router: Router, params: PolicyParams) -> None:
-        """Another policy from now on; who waits stays in line."""
+    def configure(self, now: float, router: Router, params: PolicyParams, names: Names | None = None) -> None:
+        """Another policy from now on; who waits stays in line, for those that `names` gives now."""
         self._router, self._params, self._gate = router, params, params.gate
         self._weights = dict(params.gate.weights)
         self._version = -1
+        if names is not None:
+            for one in self._waiting.values():
+                one.names = names(one.facts.model, one.names)
 
     # -- what is asked
 
@@ -362,7 +368,8 @@ class Admission:
             first = next(iter(next(iter(side.values())).values()))
             most = self._slowest(first.facts)
             states = self._fleet.states
-            if all(self._closed(now, states[name], most, first.facts.prompt.tokens) for name in first.names):
+            tokens, names = first.facts.prompt.tokens, first.names
+            if names and all(self._closed(now, states[name], most, tokens) for name in names):
                 return
             for one in line.heads(side, LOOK):
                 go, decision, _ = self._try(now, one)

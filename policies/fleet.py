@@ -7,7 +7,7 @@ tell it the same events in the same order and get the same views. A request is k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from math import ceil
 
 from policies.filters import tier as quality
@@ -96,18 +96,24 @@ class Fleet:
 
     # -- what happens
 
-    def configure(self, now: float, members: Iterable[Member], params: PolicyParams) -> None:
-        """Other members or params from now on. Who stays keeps what it has and what was learned of it."""
+    def configure(
+        self, now: float, members: Iterable[Member], params: PolicyParams, fresh: Container[str] = ()
+    ) -> None:
+        """Other members or params from now on. Who stays keeps what it has and what was learned of it; not one of `fresh`:
+        it has the name of another server."""
         self.params = params
         self.talks.params = params.working_set
         states = {}
         for member in members:
             state = self.states.get(member.name)
-            if state is None:
+            if state is None or member.name in fresh:
                 state = State(member, params)
             else:
                 state.configure(member, params)
             states[member.name] = state
+        for name, state in self.states.items():
+            if states.get(name) is not state:
+                self.talks.lost(name)
         self.states = states
         self.version += 1
 
@@ -168,7 +174,7 @@ class Fleet:
         if _fell(before.preemptions, numbers.preemptions) or _fell(before.drafted, numbers.drafted):
             self.restarted(now, name)
         elif before.preemptions is not None and (numbers.preemptions or 0) > before.preemptions:
-            self.crowded(name)
+            self._crowded(state)
         contexts = [r.facts.prompt.tokens for r in state.running.values() if r.first is not None]
         profile = state.member.profile
         usual = 0.0
@@ -213,10 +219,9 @@ class Fleet:
         self.states[name].restarted()
         self.talks.lost(name)
 
-    def crowded(self, name: str) -> None:
+    def _crowded(self, state: State) -> None:
         """A sign that too many conversations live there: a preemption, a cache that held less than it should."""
         params = self.params.working_set
-        state = self.states[name]
         state.fill = max(params.least_share, state.fill * params.decrease)
 
     def snapshot(self, now: float) -> Mapping[str, Mapping[str, float]]:
@@ -328,7 +333,7 @@ class Fleet:
             self.talks.lost(state.member.name)
         params = self.params.working_set
         if expected > 2 * state.block / prompt and share < 0.5 * expected:
-            self.crowded(state.member.name)
+            self._crowded(state)
         elif state.fill < 1.0:
             state.fill = min(1.0, state.fill + params.increase)
 

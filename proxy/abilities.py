@@ -23,6 +23,7 @@ import orjson
 from policies.frozen import frozen
 from proxy.aside import ask
 from proxy.clock import Clock
+from proxy.config import ModelRoute
 from proxy.pool import Backend, Pool
 
 log = logging.getLogger("tierline.abilities")
@@ -75,6 +76,8 @@ class Ability:
 
 
 NONE = Ability(False, None)
+Server = tuple[str, str | None]
+"""Which one was asked: see `BackendSpec.server`."""
 
 Ask = Callable[[bytes, dict[str, object]], Awaitable[Any]]
 """A POST to a path: the decoded answer of a 200 (`aside.decoded`), else None."""
@@ -87,6 +90,7 @@ class Abilities:
         self._clock = clock
         self._pool = pool
         self._known: dict[str, tuple[float, Ability]] = {}
+        self._servers: dict[str, Server] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     def of(self, name: str) -> Ability:
@@ -95,11 +99,19 @@ class Abilities:
         if not backend.health.healthy:
             self._known.pop(name, None)
             return NONE
+        server = backend.spec.server
+        if self._servers.setdefault(name, server) != server:  # the name is another one's now
+            self._servers[name] = server
+            self._known.pop(name, None)
         found = self._known.get(name)
         able = found is not None and (found[1].exact or found[1].prefill is not None)
         if found is None or self._clock.now() >= found[0] + (LASTS_SECONDS if able else ASK_AGAIN_SECONDS):
             self._ask(backend)
         return NONE if found is None else found[1]
+
+    def among(self, route: ModelRoute) -> dict[str, Ability]:
+        """Of all that may serve it now."""
+        return {name: self.of(name) for name in self._pool.names(route)}
 
     async def settled(self) -> None:
         """Every question that was asked is answered."""
@@ -120,6 +132,8 @@ class Abilities:
     async def _find_out(self, backend: Backend) -> None:
         before = self._known.get(backend.name)
         ability = await find_out(partial(ask, self._clock, backend, seconds=TIMEOUT))
+        if self._servers.get(backend.name) != backend.spec.server:
+            return
         self._known[backend.name] = self._clock.now(), ability
         if before is None or before[1] != ability:
             log.info("answers of backend %s %s", backend.name, ability)

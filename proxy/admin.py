@@ -76,9 +76,7 @@ def admin_app(
     stories: Stories | None = None,
 ) -> web.Application:
     """The routes, with their key and their errors."""
-    key = config.admin.key
-    keys = KeyRing([(ADMIN_KEY_NAME, key.digest)] if key is not None else [])
-    admin = Admin(pool, metrics, keys, policy or Unchanging(config), stories or Memory())
+    admin = Admin(pool, metrics, policy or Unchanging(config), stories or Memory())
     app = web.Application(middlewares=[admin.guard])
     app.router.add_get("/health", admin.health)
     app.router.add_get("/version", admin.version)
@@ -100,7 +98,6 @@ class Admin:
         self,
         pool: PoolAdmin,
         metrics: Exposition,
-        keys: KeyRing,
         policy: PolicyAdmin,
         stories: Stories,
     ) -> None:
@@ -108,7 +105,16 @@ class Admin:
         self._stories = stories
         self._pool = pool
         self._metrics = metrics
-        self._keys = keys
+        self._ring = admin_keys(policy.config), policy.config
+
+    @property
+    def _keys(self) -> KeyRing:
+        """As configured now."""
+        ring, config = self._ring
+        if config is not self._policy.config:
+            config = self._policy.config
+            ring, _ = self._ring = admin_keys(config), config
+        return ring
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -185,6 +191,11 @@ class Admin:
 
     def _find(self, name: str) -> Mapping[str, object] | None:
         return next((backend for backend in self._pool.snapshot() if backend["name"] == name), None)
+
+
+def admin_keys(config: Config) -> KeyRing:
+    key = config.admin.key
+    return KeyRing([(ADMIN_KEY_NAME, key.digest)] if key is not None else [])
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from random import Random
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -19,12 +19,12 @@ from policies.hedge import HedgeParams
 from policies.limits import Quota
 from policies.trace import TracingRouter
 from proxy.abilities import Abilities
-from proxy.access import Callers, KeyRing
-from proxy.admin import admin_app
+from proxy.access import Callers
+from proxy.admin import admin_app, admin_keys
+from proxy.backend import idle, make, remake
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
 from proxy.config import Admin as AdminSection
-from proxy.config import Backend as BackendConfig
 from proxy.config import Config, ListenerTls
 from proxy.config import Server as ServerSection
 from proxy.entrance import AppRunner, Door, ServerRunner, refused_counter
@@ -42,19 +42,20 @@ from proxy.listen import Listeners
 from proxy.local import Local
 from proxy.metrics import Counter, Metrics
 from proxy.owners import Owners
-from proxy.pool import Backend, BackendSpec, Pool
+from proxy.pool import Pool
 from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.reload import Reloader
 from proxy.sharedledger import SharedLedger
 from proxy.tls import Tls, loads_counter
 from proxy.tokenizer import Tokenizer
-from proxy.upstream import ConnectionPool
 from proxy.wire.forwarded import networks
 
 log = logging.getLogger("tierline")
 
 END_SECONDS = 5.0
 """What ending the rest in-band may take after the drain limit."""
+LEAVING_SECONDS = 0.25
+"""Between two looks at whether a backend has nothing to do any more."""
 
 
 class App:
@@ -68,13 +69,14 @@ class App:
         self._write = _writer(config)
         self.recorder = Recorder(self.clock, self._write)
         self.pool = Pool(
-            [_backend(config, backend, self.clock) for backend in config.backends],
+            [make(config, backend, self.clock) for backend in config.backends],
             self.clock,
             config.health.breaker,
             config.policy_params,
             config.health.trial_timeout,
             config.health.progress,
         )
+        self.pool.places = _places(config)
         self.metrics = Metrics(config, self.pool.snapshot, self.recorder)
         on_data = config.admin.metrics_on in ("data", "both")
         self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
@@ -98,7 +100,7 @@ class App:
             memory=Memory(),
             policy=config.policy_digest,
             keeps_decisions=config.telemetry.decisions,
-            admin_keys=KeyRing([("admin", config.admin.key.digest)] if config.admin.key is not None else []),
+            admin_keys=admin_keys(config),
             retry=config.policy.retry,
             rng=rng,
             pool=self.pool,
@@ -116,10 +118,11 @@ class App:
             clients=_clients(config),
         )
         self.keys = Keys(config, self.clock, ledger, self._keys_changed)
-        self.metrics.counters = self._counters
+        self.metrics.counters, self.metrics.gauges = self._counters, self.reloader.gauges
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
         self.metrics.estimate_errors = self._estimate_errors
         self.health = HealthPoller(config, self.clock, self.pool, Random(rng.getrandbits(64)))
+        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
         self._sites: dict[str, list[web.SockSite]] = {}
@@ -136,12 +139,7 @@ class App:
             self.gateway.handle,
             max_body_bytes=config.server.max_body_bytes,
             keepalive_timeout=config.server.keepalive_timeout,
-            patience=Patience(
-                self.clock,
-                config.server.header_timeout,
-                config.timeouts.client_idle,
-                config.server.max_connections,
-            ),
+            patience=self._patience(config),
         )
         try:
             entry = ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
@@ -161,28 +159,91 @@ class App:
             raise
         self.health.start()
         self.keys.start()
+        self._beside(config)
+
+    def _patience(self, config: Config) -> Patience:
+        server = config.server
+        return Patience(
+            self.clock, server.header_timeout, config.timeouts.client_idle, server.max_connections
+        )
+
+    def _beside(self, config: Config) -> None:
+        """What runs beside the requests, as far as it does not yet."""
         if any(tier.continuation != "off" for tier in config.tiers.values()):
             for name in self.pool.backends:
-                self.abilities.of(name)  # asks it, beside
-        if config.server.watch_config:
-            self._watch = asyncio.get_running_loop().create_task(self.reloader.watch(), name="watch config")
+                self.abilities.of(name)  # asks it
+        loop = asyncio.get_running_loop()
+        if config.server.watch_config and (self._watch is None or self._watch.done()):
+            self._watch = loop.create_task(self.reloader.watch(), name="watch config")
+        self._send_off()
+
+    def _send_off(self) -> None:
+        """Whoever leaves, and is not waited for yet."""
+        for name in self.pool.leaving:
+            if name not in self._leaving:
+                task = asyncio.get_running_loop().create_task(self._see_off(name), name=f"leaving {name}")
+                self._leaving[name] = task
+                task.add_done_callback(partial(self._left, name))
+
+    def _left(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._leaving[name]
+        if not task.cancelled():
+            self._send_off()  # it may have come and gone again meanwhile
+
+    async def _see_off(self, name: str) -> None:
+        """Drop a backend that is configured no more, once nothing runs there."""
+        while (backend := self.pool.backends[name]).leaving:
+            if not backend.in_flight:
+                self.health.drop(name)
+                await self.pool.drop(name)
+                log.info("backend %s has left", name)
+                return
+            await self.clock.sleep(LEAVING_SECONDS)
 
     def configure(self, config: Config) -> None:
-        """Put another configuration in force, in one step. Only what `reload.RELOADABLE` names may differ."""
-        gateway = self.gateway
-        self.config = config
-        self.pool.configure(config.policy_params)
+        """Put another configuration in force, in one step. Only what `reload.RELOADABLE` names may differ. Raises OSError
+        when its backends cannot be made; nothing is changed then."""
+        backends = remake(config, self.pool.backends, self.clock)
+        gateway, server, health = self.gateway, config.server, config.health
+        before, self.config = self.config, config
+        self.pool.configure(
+            backends,
+            _places(config),
+            config.policy_params,
+            health.breaker,
+            health.trial_timeout,
+            health.progress,
+        )
+        for backend in config.backends:
+            self.pool.backends[backend.name].connections.configure(*idle(config, backend))
         gateway.classifier = gateway.classifier.configured(config)
         gateway.retry = config.policy.retry
         gateway.hedges = _hedges(config)
-        gateway.timeouts = {backend.name: config.timeouts_for(backend) for backend in config.backends}
+        staying = {name: gateway.timeouts[name] for name in self.pool.leaving}
+        gateway.timeouts = staying | {one.name: config.timeouts_for(one) for one in config.backends}
         gateway.policy = config.policy_digest
         gateway.keeps_decisions = config.telemetry.decisions
         gateway.clients = _clients(config)
+        gateway.admin_keys = admin_keys(config)
+        gateway.public_paths = frozenset(server.public_paths)
+        gateway.body_timeout = server.body_timeout
+        gateway.cors = Cors(server.cors_origins)
         self.local.configure(config)
         self.metrics.configure(config)
         self.keys.configure(config)
-        self.gate.configure(_router(config), config.policy_params, config.policy.retry)
+        if self._server is not None:
+            self._server.patience = self._patience(config)
+            self._server.max_body_bytes = server.max_body_bytes
+            self._server.keepalive_timeout = server.keepalive_timeout
+        for door in self._doors:
+            door.seconds, door.most = server.header_timeout, server.max_connections
+            if door.trusted is not None:
+                door.trusted = networks(server.trusted_proxies)
+        if before.telemetry.log_level != config.telemetry.log_level:
+            logging.getLogger().setLevel(config.telemetry.log_level.upper())
+        self.gate.configure(_router(config), config.policy_params, config.policy.retry, self.pool.renamed)
+        self.health.configure(config)
+        self._beside(config)
 
     def _keys_changed(self, callers: Callers, quotas: dict[str, Quota]) -> None:
         self.gateway.callers = callers
@@ -193,6 +254,7 @@ class App:
         yield failures_counter(self.keys.failures)
         if self.shared is not None:
             yield from self.shared.counters()
+        yield from self.reloader.counters()
         contexts = [door.tls for door in self._doors] + [
             one.connections.tls for one in self.pool.backends.values()
         ]
@@ -277,6 +339,10 @@ class App:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        leaving = tuple(self._leaving.values())
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
         await self.health.stop()
         await self.keys.close()
         await self.abilities.close()
@@ -290,6 +356,10 @@ class App:
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()
+
+
+def _places(config: Config) -> dict[str, tuple[str, ...]]:
+    return {name: route.backends for name, route in config.routes.items()}
 
 
 def _hedges(config: Config) -> dict[str, HedgeParams]:
@@ -309,46 +379,3 @@ def _writer(config: Config) -> Write | None:
     if path is not None:
         return FileWriter(str(path))
     return write_stdout if config.telemetry.records == "stdout" else None
-
-
-def _backend(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
-    parts = urlsplit(backend.url)
-    secure = parts.scheme == "https"
-    host = parts.hostname or ""
-    of = f"backend {backend.name}"
-    tls = Tls(of, backend.tls.files, backend.tls.context, clock) if secure else None
-    if secure and backend.tls.insecure_any_certificate:
-        log.warning("%s: any certificate is accepted, so whoever stands between may read and answer", of)
-    max_idle = config.pool.max_idle if backend.max_idle is None else backend.max_idle
-    connections = ConnectionPool(
-        clock,
-        host,
-        parts.port or (443 if secure else 80),
-        tls,
-        idle_seconds=config.pool.idle_seconds,
-        max_idle=max_idle,
-        server_name=backend.tls.server_name,
-    )
-    reference, kl_bits = backend.worth
-    spec = BackendSpec(
-        name=backend.name,
-        url=backend.url,
-        host_header=parts.netloc.encode(),
-        path_prefix=parts.path.rstrip("/").encode(),
-        model=backend.model,
-        key=backend.key.reveal() if backend.key is not None else None,
-        reference=reference,
-        kl_bits=kl_bits,
-        window_tokens=backend.limits.window_tokens,
-        max_in_flight=backend.limits.max_in_flight,
-        kv_tokens=backend.limits.kv_tokens,
-        stream_usage=backend.stream_usage,
-        profile=backend.measured,
-        speculates=backend.speculates,
-        remote=backend.remote,
-        parser=backend.parser,
-        reasoning_parser=backend.reasoning_parser,
-        enforces_choice=backend.enforces_choice,
-        history_reasoning=backend.history_reasoning,
-    )
-    return Backend(spec, connections)

@@ -100,8 +100,7 @@ class Continuation:
         self._transcript = None
         body, asked = self._asked.body, self._asked
         assert isinstance(body, RequestBody)
-        for name in asked.route.backends:
-            self._abilities.of(name)  # so that it is known when it is needed
+        self._abilities.among(asked.route)  # so that it is known when it is needed
         self._ability = ability = self._abilities.of(backend.name)
         if not ability.exact and (not self._texts or ability.tokenizer is None):
             self.why = "backend"
@@ -142,7 +141,7 @@ class Continuation:
             return False
         assert self._transcript is not None
         _ = self._transcript.said  # `usable` counts behind it
-        abilities = {name: self._abilities.of(name) for name in self._asked.route.backends}
+        abilities = self._abilities.among(self._asked.route)
         fit = {name for name, ability in abilities.items() if self._by_token(ability)}
         if not self._transcript.usable or not fit - failover.tried - {self._last}:
             fit |= {name for name, ability in abilities.items() if self._by_text(ability)}

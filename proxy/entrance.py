@@ -56,8 +56,8 @@ class Door:
     ) -> None:
         self.name, self.tls, self.trusted, self.good_bye = name, tls, trusted, good_bye
         self._clock = clock
-        self._seconds = seconds
-        self._most = most
+        self.seconds = seconds
+        self.most = most
         self._coming: set[Coming] = set()
         self.server: web.Server | None = None
         self.refused: Counter[str] = Counter()
@@ -68,11 +68,11 @@ class Door:
 
     def full(self) -> bool:
         assert self.server is not None
-        return len(self._coming) + len(self.server.connections) >= self._most
+        return len(self._coming) + len(self.server.connections) >= self.most
 
     def entered(self, coming: Coming) -> Timer:
         self._coming.add(coming)
-        return self._clock.call_at(self._clock.now() + self._seconds, coming.overdue)
+        return self._clock.call_at(self._clock.now() + self.seconds, coming.overdue)
 
     def left(self, coming: Coming) -> None:
         self._coming.discard(coming)

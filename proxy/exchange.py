@@ -86,7 +86,6 @@ class Exchange:
     def __init__(self, gateway: Gateway, request: web.BaseRequest) -> None:
         now = gateway.clock.now()
         self._gateway = gateway
-        self._classifier = gateway.classifier  # what is reloaded meanwhile is for the next one
         self._request = request
         self.caller = ANYBODY
         self._grant: Grant | None = None
@@ -120,15 +119,16 @@ class Exchange:
             self.record.tenant, self.record.key = caller.tenant, caller.ident
 
     async def read_body(self) -> bytes:
-        gateway = self._gateway
-        return await read_body(self._request, self.record, self.answer, gateway.clock, gateway.body_timeout)
+        clock, most = self._gateway.clock, self._gateway.body_timeout
+        return await read_body(self._request, self.record, self.answer, clock, most)
 
     async def classify(self, endpoint: Endpoint, body: bytes) -> Classified:
         """What routing knows of the request. The tokenizer is asked only where a limit hangs on it."""
+        gateway = self._gateway
+        self._classifier = gateway.classifier  # what is reloaded later is for the next one
         asked = self._classifier.classify(endpoint, self._request, body, self.record, self.caller)
         if asked.near is None:
             return asked
-        gateway = self._gateway
         tokens = await gateway.tokenizer.count(gateway.pool.backends[asked.near], endpoint.api, asked)
         return asked if tokens is None else self._classifier.counted(asked, tokens, self.record)
 
@@ -143,21 +143,21 @@ class Exchange:
 
     async def serve(self, endpoint: Endpoint, asked: Classified) -> None:
         """Attempts until one ends for good."""
-        gateway, names, record = self._gateway, asked.route.backends, self.record
+        gateway, pool, record = self._gateway, self._gateway.pool, self.record
         self._tools = asked.work.tools if asked.work is not None else None
         if (way := self._classifier.continues(endpoint, asked)) != "off":
             self._continuation = Continuation(gateway.clock, gateway.abilities, asked, text=way == "text")
         let_in: Pass | Refused | None
-        traced, ident = self._explains or gateway.keeps_decisions, record.request_id
+        traced, names = self._explains or gateway.keeps_decisions, pool.names(asked.route)
         let_in = await gateway.gate.enter(
-            asked.facts, names, asked.pinned, self._queued, ident, traced=traced
+            asked.facts, names, asked.pinned, self._queued, record.request_id, traced=traced
         )
         record.admitted_at = gateway.clock.now()
         while True:
             self._decided(let_in, asked)
             if isinstance(let_in, Refused):
                 failed = self._failover.error if self._failover is not None else None
-                raise failed or turned_away(asked.facts, let_in.shed, gateway.pool.views(names))
+                raise failed or turned_away(asked.facts, let_in.shed, pool.views(pool.names(asked.route)))
             backend = gateway.pool.backends[let_in.go.view.name]
             started = gateway.clock.now()
             race = self._race(endpoint, asked, let_in) if self._failover is None else None
@@ -169,7 +169,7 @@ class Exchange:
                     backend, let_in = race.last.backend, race.last.let_in
                 let_in.finish(self._result(asked))
             if error is None:
-                gateway.pool.answered(backend.name)
+                gateway.pool.answered(backend)
                 return
             if failure is None:
                 raise error

@@ -78,9 +78,9 @@ class Failover:
         self._record.failures += ((backend.name, failure),)
         self.error = rather(self.error, error)
         gateway.metrics.failed(backend.name, failure)
-        gateway.pool.failed(backend.name, failure)
+        gateway.pool.failed(backend, failure)
         if failure is Failure.BUSY and error.retry_after and shared:
-            gateway.pool.full(backend.name, error.retry_after)
+            gateway.pool.full(backend, error.retry_after)
         return self._attempts.failed(
             now,
             backend.name,
@@ -94,7 +94,7 @@ class Failover:
         gateway, asked = self._gateway, self._asked
         again = await self._choose(pays)
         if isinstance(again, Refused):
-            until = min(map(self._over_at, asked.route.backends))
+            until = min(map(self._over_at, self._names()), default=now)
             if asked.facts.deadline is not None:
                 until = min(until, asked.facts.deadline)
             pause = self._attempts.go_back(now, until, gateway.rng)
@@ -110,13 +110,16 @@ class Failover:
         asked, attempts = self._asked, self._attempts
         return await self._gateway.gate.again(
             asked.facts,
-            asked.route.backends,
+            self._names(),
             tried=attempts.tried | self.unfit,
             pinned=asked.pinned,
             larger_than=attempts.larger_than,
             pays=pays,
             ident=self._record.request_id,
         )
+
+    def _names(self) -> tuple[str, ...]:
+        return self._gateway.pool.names(self._asked.route)
 
     def _over_at(self, backend: str) -> float:
         """When the time for the whole request is over."""

@@ -205,11 +205,11 @@ class Server(web.Server):
         patience: Patience | None = None,
     ) -> None:
         super().__init__(handler, request_factory=self._request, handler_cancellation=True)
-        self._patience = patience
         self._open = 0
         self._left: asyncio.Event | None = None
-        self._max_body_bytes = max_body_bytes
-        self._keepalive_timeout = keepalive_timeout
+        # For connections and bodies that come from now on; may be set at any time.
+        self.patience = patience
+        self.max_body_bytes, self.keepalive_timeout = max_body_bytes, keepalive_timeout
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -222,13 +222,13 @@ class Server(web.Server):
             self._left.set()
 
     def __call__(self) -> ClientConnection | TooMany:  # type: ignore[override]
-        if self._patience is not None and self._open >= self._patience.connections:
+        if self.patience is not None and self._open >= self.patience.connections:
             return TooMany()
         return ClientConnection(
             self,
-            self._patience,
+            self.patience,
             loop=asyncio.get_running_loop(),
-            keepalive_timeout=self._keepalive_timeout,
+            keepalive_timeout=self.keepalive_timeout,
             access_log=None,
             max_line_size=16384,
             max_field_size=32768,
@@ -249,7 +249,7 @@ class Server(web.Server):
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
         return web.BaseRequest(
-            message, payload, protocol, writer, task, loop, client_max_size=self._max_body_bytes
+            message, payload, protocol, writer, task, loop, client_max_size=self.max_body_bytes
         )
 
 

@@ -30,6 +30,7 @@ from policies import (
     Verdict,
     Wait,
 )
+from policies.admission import Names
 from policies.budget import Budget
 from policies.frozen import frozen
 from policies.trace import Trace, TracingRouter
@@ -112,11 +113,13 @@ class Gate:
         self._timer: Timer | None = None
         self._timer_at: float | None = None
 
-    def configure(self, router: TracingRouter, params: PolicyParams, retry: RetryParams) -> None:
-        """Another policy from now on, also for those who wait."""
+    def configure(
+        self, router: TracingRouter, params: PolicyParams, retry: RetryParams, names: Names | None = None
+    ) -> None:
+        """Another policy from now on, also for those who wait; and other backends that may serve them."""
         self._router = router
         self._budget.params = retry
-        self._admission.configure(self._clock.now(), router, params)
+        self._admission.configure(self._clock.now(), router, params, names)
         self.pump()
 
     def waiting(self) -> dict[tuple[str, int], int]:

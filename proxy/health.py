@@ -71,49 +71,77 @@ class HealthSink(Protocol):
 
 
 class HealthPoller:
-    """One task a backend. `start` and `stop` are called once each, on the running loop."""
+    """One task a backend. `start` and `stop` are called once each, on the running loop; `configure` at any time."""
 
     def __init__(self, config: Config, clock: Clock, sink: HealthSink, rng: Random | None = None) -> None:
         self._config = config
         self._clock = clock
         self._sink = sink
         self._rng = rng or Random()
-        self._session: aiohttp.ClientSession | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._started = False
+        self._watches: dict[str, tuple[Watch, asyncio.Task[None]]] = {}
+        self._ended: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=2),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"user-agent": "tierline-health", "accept-encoding": "identity"},
-            # Deadlines are the clock's; aiohttp's own would be a second authority.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            auto_decompress=False,
-            trust_env=False,
-        )
-        for backend in self._config.backends:
-            watch = Watch(self._session, backend, self._config, self._clock, self._sink)
+        self._started = True
+        self.configure(self._config)
+
+    def configure(self, config: Config) -> None:
+        """Other backends and intervals from now on. A new or changed backend is asked at once; who is not among them is
+        still asked, until it is dropped: what runs there may get stuck."""
+        self._config = config
+        if not self._started:
+            return
+        for backend in config.backends:
+            known = self._watches.get(backend.name)
+            if known is not None and known[0].backend == backend:
+                known[0].timeout = config.health.timeout
+                continue
+            self.drop(backend.name)
+            watch = Watch(_session(), backend, config, self._clock, self._sink)
             task = asyncio.get_running_loop().create_task(self._run(watch), name=f"health {backend.name}")
-            self._tasks.append(task)
+            self._watches[backend.name] = watch, task
+
+    def drop(self, name: str) -> None:
+        """Ask it no more; nothing is heard of it from here on."""
+        known = self._watches.pop(name, None)
+        if known is not None:
+            ending = asyncio.get_running_loop().create_task(self._end(*known), name=f"end of health {name}")
+            known[1].cancel()
+            self._ended.add(ending)
+            ending.add_done_callback(self._ended.discard)
+
+    async def _end(self, watch: Watch, task: asyncio.Task[None]) -> None:
+        await asyncio.gather(task, return_exceptions=True)
+        await watch.session.close()
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for name in tuple(self._watches):
+            self.drop(name)
+        self._started = False
+        await asyncio.gather(*self._ended, return_exceptions=True)
 
     async def _run(self, watch: Watch) -> None:
-        interval = self._config.health.interval
         while True:
             try:
                 await watch.round()
             except Exception:
                 log.exception("polling backend %s failed inside the gateway", watch.name)
             # Spread, so that many backends are not all asked in the same millisecond for ever.
-            await self._clock.sleep(interval * self._rng.uniform(0.9, 1.1))
+            await self._clock.sleep(self._config.health.interval * self._rng.uniform(0.9, 1.1))
+
+
+def _session() -> aiohttp.ClientSession:
+    """For one backend: its connections are closed with it."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=2),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"user-agent": "tierline-health", "accept-encoding": "identity"},
+        # Deadlines are the clock's; aiohttp's own would be a second authority.
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+        auto_decompress=False,
+        trust_env=False,
+    )
 
 
 class Watch:
@@ -128,9 +156,9 @@ class Watch:
         sink: HealthSink,
     ) -> None:
         self.name = backend.name
-        self._session = session
-        self._backend = backend
-        self._timeout = config.health.timeout
+        self.session = session
+        self.backend = backend
+        self.timeout = config.health.timeout
         self._clock = clock
         self._sink = sink
         self._base = backend.url.rstrip("/")
@@ -161,7 +189,7 @@ class Watch:
         return status is not None and status < 500 and not refused, detail
 
     async def _probe(self) -> tuple[bool, str]:
-        path = self._backend.health_path
+        path = self.backend.health_path
         if path not in self._without:
             status, _, detail = await self._get(path)
             if status not in _ABSENT:
@@ -175,7 +203,7 @@ class Watch:
         return _ok(status), detail
 
     async def _poll(self) -> None:
-        path = self._backend.metrics_path
+        path = self.backend.metrics_path
         if path in self._without:
             return
         status, body, detail = await self._get(path)
@@ -193,7 +221,7 @@ class Watch:
         if not _ok(status):
             self._known = status in _ABSENT
             return
-        window, model = read_models(body, self._backend.model)
+        window, model = read_models(body, self.backend.model)
         if window is None:
             status, body, _ = await self._get(PROPS_PATH)
             window = read_props(body) if _ok(status) else None
@@ -203,7 +231,7 @@ class Watch:
             self._sink.discovered(self.name, window, model)
 
     async def _get(self, path: str) -> tuple[int | None, bytes, str]:
-        return await self._ask("GET", path, self._timeout)
+        return await self._ask("GET", path, self.timeout)
 
     async def _ask(
         self, method: str, path: str, seconds: float, body: object = None
@@ -212,13 +240,13 @@ class Watch:
         try:
             async with (
                 self._clock.timeout_at(self._clock.now() + seconds),
-                self._session.request(
+                self.session.request(
                     method,
                     self._base + path,
                     json=body,
                     headers=self._headers,
                     ssl=self._sink.tls(self.name),
-                    server_hostname=self._backend.tls.server_name,
+                    server_hostname=self.backend.tls.server_name,
                     allow_redirects=False,
                 ) as response,
             ):

@@ -190,9 +190,8 @@ class Race:
         if not gateway.allowance.allows(tier):
             record.hedge = Hedged.DENIED
             return
-        facts, names = self._asked.facts, self._asked.route.backends
-        tried = frozenset((first.backend.name,))
-        gateway.gate.beside(facts, names, self._beside, tried=tried, ident=record.request_id)
+        names, tried = gateway.pool.names(self._asked.route), frozenset((first.backend.name,))
+        gateway.gate.beside(self._asked.facts, names, self._beside, tried=tried, ident=record.request_id)
 
     def _beside(self, let_in: Pass | None) -> None:
         """Where a second one may go."""

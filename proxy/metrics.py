@@ -17,6 +17,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,13 +25,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from policies.calibrate import ContentKind
-from policies.limits import SCOPES, LimitKind
 from policies.retry import Failure
-from policies.types import ChooseReason, Decision, DropReason, ShedReason
+from policies.types import Decision, ShedReason
 from proxy import __version__
 from proxy.config import Config
-from proxy.errors import Hedged, Outcome
+from proxy.errors import Outcome
 from proxy.histogram import Buckets
 from proxy.record import Measures, Record, tool_counts
 from proxy.recorder import Recorder
@@ -40,7 +39,6 @@ from proxy.series import (
     DIALECTS,
     HISTOGRAMS,
     ROUTE_LABELS,
-    TOOL_KINDS,
     CancelPhase,
 )
 from proxy.wire.timing import BUCKET_OF_BIN
@@ -99,6 +97,7 @@ class Metrics(Collector):
     """Counts requests and decisions; renders them with what `snapshot` and `recorder` say at that moment."""
 
     def __init__(self, config: Config, snapshot: Snapshot, recorder: Recorder) -> None:
+        self._backends: frozenset[str] = frozenset()
         self.configure(config)
         self._snapshot = snapshot
         self._recorder = recorder
@@ -120,6 +119,7 @@ class Metrics(Collector):
         self.waiting: Callable[[], Mapping[tuple[str, int], int]] = dict
         """(tier, priority) → how many are in line."""
         self.counters: Callable[[], Iterable[Counter]] = tuple
+        self.gauges: Callable[[], Iterable[Counter]] = tuple
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -128,7 +128,7 @@ class Metrics(Collector):
         """What may be a label, and which policy is in force; counts go on."""
         self._models = frozenset(config.routes)
         self._tiers = frozenset(config.tiers)
-        self._backends = frozenset(backend.name for backend in config.backends)
+        self._backends |= {backend.name for backend in config.backends}  # what has left still ends there
         self._policy = (config.policy_params.name, config.policy_digest)
 
     def decided(self, decision: Decision) -> None:
@@ -281,20 +281,18 @@ class Metrics(Collector):
         yield _counter("tierline_drops", "Backends left out of a choice, by why.", why, self._drops.items())
         why = ("tier", "reason")
         yield _counter("tierline_shed", "Requests turned away, by why.", why, self._shed.items())
-        queued = GaugeMetricFamily(
-            "tierline_queued_requests", "Requests that wait to be let in.", labels=("tier", "priority")
+        yield _gauge(
+            "tierline_queued_requests",
+            "Requests that wait to be let in.",
+            ("tier", "priority"),
+            [((tier, str(priority)), count) for (tier, priority), count in self.waiting().items()],
         )
-        for (tier, priority), count in self.waiting().items():
-            queued.add_metric((tier, str(priority)), count)
-        yield queued
-        errors = GaugeMetricFamily(
+        yield _gauge(
             "tierline_prompt_estimate_error_ratio",
             "Median relative error of the token estimate, of late.",
-            labels=("model", "content"),
+            ("model", "content"),
+            [((model, content), error) for model, content, error in self.estimate_errors()],
         )
-        for model, content, error in self.estimate_errors():
-            errors.add_metric((model, content), error)
-        yield errors
         yield _counter(
             "tierline_cancelled_requests",
             "Requests whose client went away, by how far they were.",
@@ -307,17 +305,13 @@ class Metrics(Collector):
             (),
             [((), self._recorder.dropped)],
         )
-        for counter in self.counters():
-            yield _counter(*counter)
+        yield from (_counter(*counter) for counter in self.counters())
+        yield from (_gauge(*gauge) for gauge in self.gauges())
         yield from self._backend_gauges()
-        policy = GaugeMetricFamily(
-            "tierline_policy_info", "1 for the policy in force.", labels=("name", "digest")
-        )
-        policy.add_metric(self._policy, 1)
-        yield policy
-        build = GaugeMetricFamily("tierline_build_info", "Always 1.", labels=("version", "python"))
-        build.add_metric((__version__, platform.python_version()), 1)
-        yield build
+        name = "tierline_policy_info"
+        yield _gauge(name, "1 for the policy in force.", ("name", "digest"), [(self._policy, 1)])
+        build = __version__, platform.python_version()
+        yield _gauge("tierline_build_info", "Always 1.", ("version", "python"), [(build, 1)])
 
     def _tool_counts(self, *, dialects: bool) -> Iterator[tuple[tuple[str, str], int]]:
         for backend, counts in self._tools.items():
@@ -382,9 +376,21 @@ class Metrics(Collector):
 def _counter(
     name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for key, count in values:
-        family.add_metric(key, count)
+    return _filled(CounterMetricFamily(name, text, labels=labels), values)
+
+
+def _gauge(
+    name: str, text: str, labels: tuple[str, ...], values: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), values)
+
+
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
+
+
+def _filled(family: F, values: Iterable[tuple[Sequence[str], float]]) -> F:
+    for key, value in values:
+        family.add_metric(key, value)
     return family
 
 
@@ -398,23 +404,3 @@ def _phase(record: Record) -> CancelPhase:
     if record.dispatched_at is None:
         return CancelPhase.BEFORE_DISPATCH
     return CancelPhase.BEFORE_FIRST_DELTA if record.first_delta_at is None else CancelPhase.STREAMING
-
-
-# What the label values may be, for the documentation's test.
-LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
-    "outcome": Outcome,
-    "phase": CancelPhase,
-    "kind": ("prompt", "completion", "cached"),
-    "dialect": DIALECTS,
-    "tool kind": TOOL_KINDS,
-    "state": BACKEND_STATES,
-    "decision reason": ChooseReason,
-    "drop reason": DropReason,
-    "shed reason": ShedReason,
-    "failure": Failure,
-    "hedge": Hedged,
-    "content": ContentKind,
-    "scope": SCOPES,
-    "limit": LimitKind,
-    "charged_by": ("usage", "estimate"),
-}

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from policies import Fleet, Member, PolicyParams, Polled, RequestFacts
+from policies import Fleet, PolicyParams, Polled, RequestFacts
 from policies.breaker import (
     COUNTED,
     Answers,
@@ -29,21 +28,19 @@ from policies.breaker import (
     on_suspicion,
     on_trial,
 )
-from policies.profile import Profile
 from policies.progress import ProgressParams, Signs, stuck
 from policies.retry import Failure
 from policies.state import State
 from policies.types import BackendView, ContextEstimate, Tier
+from proxy.backend import Backend as Backend
+from proxy.backend import BackendSpec as BackendSpec
 from proxy.clock import Clock
+from proxy.config import ModelRoute
 from proxy.upstream import ConnectionPool
 from proxy.wire.promtext import EngineMetrics
 
 log = logging.getLogger("tierline.pool")
 
-DEFAULT_MAX_IN_FLIGHT = 256
-"""What vLLM takes at once unless it is told otherwise; it queues what is more."""
-
-DEFAULT_KV_TOKENS = 131072
 FIGURES = (
     "queue_seconds",
     "busy",
@@ -67,122 +64,6 @@ INTEGRITY_WEIGHT = 0.02
 """Of one answer in a backend's integrity: about the last fifty count."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackendSpec:
-    """What the operator configured of a backend. None: what the backend says, else its profile, else a conservative
-    default.
-
-    host, port, tls_host, path_prefix: where to connect and what to put before every path. key: bearer for it, secret.
-    """
-
-    name: str
-    url: str
-    host_header: bytes
-    path_prefix: bytes
-    model: str | None = None
-    key: str | None = None
-    reference: bool = False
-    kl_bits: float | None = None
-    window_tokens: int | None = None
-    max_in_flight: int | None = None
-    kv_tokens: int | None = None
-    stream_usage: bool = True
-    profile: Profile | None = None
-    speculates: bool | None = None
-    remote: bool = False
-    parser: str = "backend"
-    reasoning_parser: str = "backend"
-    enforces_choice: bool = False
-    history_reasoning: str | None = None
-
-    def __repr__(self) -> str:  # never the key
-        return f"<backend {self.name} {self.url}>"
-
-
-class Backend:
-    """One backend, live."""
-
-    __slots__ = (
-        "answers",
-        "connections",
-        "draining",
-        "health",
-        "integrity",
-        "metrics",
-        "moved_at",
-        "polled_at",
-        "served_model",
-        "spec",
-        "state_of",
-        "stuck",
-        "window_tokens",
-    )
-
-    def __init__(self, spec: BackendSpec, connections: ConnectionPool) -> None:
-        self.spec = spec
-        self.connections = connections
-        self.health = Health()
-        self.answers = Answers()
-        self.draining = False
-        self.metrics: EngineMetrics | None = None
-        self.polled_at: float | None = None
-        self.moved_at: float | None = None
-        """When its token counters were last seen to move, or it to be idle; None: it has no counters that say."""
-        self.stuck = False
-        """It is in doubt because nothing came of what it did."""
-        profile = spec.profile
-        self.window_tokens = spec.window_tokens or (profile.window_tokens if profile is not None else None)
-        self.served_model = spec.model
-        self.state_of: Callable[[str], State | None] = lambda name: None
-        self.integrity = 1.0
-        """Share of answers with tool calls, the latest weighing most, in which every call came right by itself."""
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def state(self) -> str:
-        """For people and metrics: what its health is, or draining."""
-        state = self.health.state
-        return "draining" if self.draining and state is HealthState.HEALTHY else state.value
-
-    @property
-    def in_flight(self) -> int:
-        state = self.state_of(self.name)
-        return len(state.running) if state is not None else 0
-
-    @property
-    def in_flight_tokens(self) -> int:
-        state = self.state_of(self.name)
-        return state.in_flight_tokens if state is not None else 0
-
-    def __repr__(self) -> str:
-        return f"<{self.name} {self.state} in_flight={self.in_flight} tokens={self.in_flight_tokens}>"
-
-    def member(self) -> Member:
-        """What is configured of it, else what it said, else its profile, else conservative."""
-        spec, metrics, profile = self.spec, self.metrics, self.spec.profile
-        reported = metrics.kv_tokens if metrics is not None else None
-        return Member(
-            spec.name,
-            profile,
-            spec.reference,
-            spec.kl_bits,
-            self.window_tokens,
-            spec.max_in_flight
-            or (profile.max_num_seqs if profile is not None else 0)
-            or DEFAULT_MAX_IN_FLIGHT,
-            spec.kv_tokens
-            or reported
-            or (profile.kv_tokens if profile is not None else 0)
-            or DEFAULT_KV_TOKENS,
-            spec.speculates,
-            spec.remote,
-            metrics.block_size if metrics is not None else None,
-        )
-
-
 class Pool:
     """All backends by name. Implements `health.HealthSink` and `admin.PoolAdmin`."""
 
@@ -202,6 +83,10 @@ class Pool:
         self.give_up: Callable[[str, float], None] = lambda name, since: None
         """Told of a backend that answers nobody: what was not heard since then is not waited for."""
         self.backends = {backend.name: backend for backend in backends}
+        self._retired: list[ConnectionPool] = []
+        """Of servers that are configured no more, and are still in use."""
+        self.places: Mapping[str, tuple[str, ...]] = {}
+        """Public name of a model → its backends."""
         self._clock = clock
         self._breaker = breaker
         self._members = [backend.member() for backend in self.backends.values()]
@@ -220,9 +105,73 @@ class Pool:
     def _state(self, name: str) -> State | None:
         return self.fleet.states.get(name)
 
-    def configure(self, params: PolicyParams) -> None:
-        """Another policy from now on; nothing that runs or was learned is touched."""
-        self.fleet.configure(self._clock.now(), self._members, params)
+    def configure(
+        self,
+        backends: Sequence[Backend],
+        places: Mapping[str, tuple[str, ...]],
+        params: PolicyParams,
+        breaker: BreakerParams,
+        trial_seconds: float,
+        progress: ProgressParams,
+    ) -> None:
+        """Other backends (`backend.remake`), places (see there) and parameters from now on; what runs is not touched. Who is
+        not among them is leaving: it gets nothing new, and is to be dropped once nothing runs there."""
+        self._breaker, self._trial_seconds, self._progress = breaker, trial_seconds, progress
+        now, before, self.places = self._clock.now(), self.backends, places
+        self.backends = {backend.name: backend for backend in backends}
+        fresh = []
+        for name, backend in self.backends.items():
+            old = before.get(name)
+            backend.leaving = False
+            if old is None or old.spec.server != backend.spec.server:
+                fresh.append(name)
+                backend.draining = old is not None and old.draining
+                backend.state_of = self._state
+                backend.doubt(now, breaker.successes_to_return)
+            if old is not None and old.connections is not backend.connections:
+                self._retired.append(old.connections)
+                old.connections.retire()
+        for name in before.keys() - self.backends.keys():
+            self.backends[name] = before[name]
+            before[name].leaving = True
+        self._retired = [one for one in self._retired if one.open_connections]
+        self._members = [backend.member() for backend in self.backends.values()]
+        self.fleet.configure(now, self._members, params, fresh)
+        for backend in self.backends.values():
+            health = backend.health
+            self.fleet.set_state(
+                now,
+                backend.name,
+                healthy=health.healthy or health.last_resort,
+                suspect=health.last_resort,
+                draining=backend.draining or backend.leaving,
+            )
+
+    @property
+    def leaving(self) -> list[str]:
+        return [name for name, backend in self.backends.items() if backend.leaving]
+
+    def names(self, route: ModelRoute) -> tuple[str, ...]:
+        """Who may serve it now, whatever it was when the request came."""
+        names = self.places.get(route.name)
+        return names if names is not None else self._left(route.backends)
+
+    def renamed(self, model: str, before: tuple[str, ...]) -> tuple[str, ...]:
+        """The same, for one that waits: by the public name of its model, and who might serve it until now."""
+        names = self.places.get(model)
+        return names if names is not None else self._left(before)
+
+    def _left(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Of a model that is no more: what is left of its backends."""
+        known = self.backends
+        return tuple([name for name in names if name in known and not known[name].leaving])
+
+    async def drop(self, name: str) -> None:
+        """Nothing runs any more on one that was leaving."""
+        backend = self.backends.pop(name)
+        self._members = [other.member() for other in self.backends.values()]
+        self.fleet.configure(self._clock.now(), self._members, self.fleet.params)
+        await backend.connections.close()
 
     def largest_window(self, names: Iterable[str]) -> int | None:
         """The largest window known among these backends."""
@@ -230,22 +179,29 @@ class Pool:
         return max(windows) if windows else None
 
     async def close(self) -> None:
-        for backend in self.backends.values():
-            await backend.connections.close()
+        for connections in [*self._retired, *(backend.connections for backend in self.backends.values())]:
+            await connections.close()
 
     # -- what requests tell -------------------------------------------------------------------------------------
 
-    def answered(self, name: str) -> None:
+    def _now(self, before: Backend) -> Backend | None:
+        """The one that stands now for the server which a request went to."""
+        backend = self.backends.get(before.name)
+        return backend if backend is not None and backend.spec.server == before.spec.server else None
+
+    def answered(self, by: Backend) -> None:
         """Whole, to the end."""
-        backend = self.backends[name]
+        backend = self._now(by)
+        if backend is None:
+            return
         backend.health = on_success(backend.health)
         backend.answers.add(self._clock.now(), ok=True)
 
-    def failed(self, name: str, failure: Failure) -> None:
+    def failed(self, by: Backend, failure: Failure) -> None:
         """In whatever way; only what the breaker counts is held against it."""
-        if failure not in COUNTED:
+        backend = self._now(by)
+        if backend is None or failure not in COUNTED:
             return
-        backend = self.backends[name]
         before = backend.health
         now = self._clock.now()
         backend.answers.add(now, ok=False)
@@ -259,14 +215,16 @@ class Pool:
         out = sum([not backend.health.healthy for backend in self.backends.values()])
         return may_spare(out, len(self.backends), self._breaker)
 
-    def full(self, name: str, seconds: float) -> None:
+    def full(self, by: Backend, seconds: float) -> None:
         """It takes no more for so long, it says."""
-        self.fleet.full(self._clock.now(), name, seconds)
+        if self._now(by) is not None:
+            self.fleet.full(self._clock.now(), by.name, seconds)
 
     def judge(self, name: str, sound: bool) -> None:
         """An answer with tool calls was sound, or not: see `Backend.integrity`."""
-        backend = self.backends[name]
-        backend.integrity += INTEGRITY_WEIGHT * (sound - backend.integrity)
+        backend = self.backends.get(name)
+        if backend is not None:
+            backend.integrity += INTEGRITY_WEIGHT * (sound - backend.integrity)
 
     # -- HealthSink ---------------------------------------------------------------------------------------------
 
@@ -366,8 +324,9 @@ class Pool:
 
     def set_draining(self, name: str, draining: bool) -> None:
         """Raises KeyError for a name that is not configured."""
-        self.backends[name].draining = draining
-        self.fleet.set_state(self._clock.now(), name, draining=draining)
+        backend = self.backends[name]
+        backend.draining = draining
+        self.fleet.set_state(self._clock.now(), name, draining=draining or backend.leaving)
         self.changed()
 
     def snapshot(self) -> list[dict[str, object]]:

@@ -1,38 +1,58 @@
-"""Another policy without a restart: by SIGHUP, by the admin listener, or because the file changed.
+"""Another configuration without a restart: by SIGHUP, by the admin listener, or because the file changed.
 
 Rules
 1. The file is read and checked whole, before anything is touched. With a problem in it the old configuration stays, and
    the problem is told to whoever asked and to the log.
 2. What can change is swapped in one step, between two requests: `RELOADABLE`. A file that also changes something else is
-   refused: half a change is none. What runs goes on under what it began with.
-3. What was learned (speeds, caches, tokens) stays.
+   refused, and each such key is named: half a change is none. What runs goes on under what it began with.
+3. What was learned (speeds, caches, tokens) stays, of a backend while its URL and its model's name do.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.clock import Clock
 from proxy.config import Config, ConfigError, load
+from proxy.series import RELOAD_OUTCOMES
 
 log = logging.getLogger("tierline.reload")
 
 RELOADABLE = (
+    "backends",
     "policy",
     "tiers",
     "models",
     "tenants",
     "timeouts",
+    "pool",
+    "health",
+    "admin.key",
+    "server.allow_unauthenticated",
+    "server.body_timeout",
+    "server.cors_origins",
+    "server.drain_timeout",
+    "server.header_timeout",
+    "server.keepalive_timeout",
     "server.keys",
+    "server.max_body_bytes",
+    "server.max_connections",
+    "server.public_paths",
     "server.session_headers",
+    "server.trusted_proxies",
+    "server.watch_config",
     "telemetry.decisions",
     "telemetry.client_addresses",
+    "telemetry.log_level",
 )
 """Sections and keys that a reload takes."""
+
+Family = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
+"""Of the metrics: name, help, labels, values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +73,37 @@ class Reloader:
         self._apply = apply
         self._clock = clock
         self._seen = self._stamp()
+        self._outcomes = dict.fromkeys(RELOAD_OUTCOMES, 0)
+        self._sound, self._sound_at = True, clock.wall()
 
     def reload(self, why: str) -> Reloaded:
         """Read the file again. Never raises for what is in it."""
+        done = self._reload(why)
+        outcome = "refused" if done.problems else "applied" if done.changed else "unchanged"
+        self._outcomes[outcome] += 1
+        self._sound = not done.problems
+        if self._sound:
+            self._sound_at = self._clock.wall()
+        return done
+
+    def _reload(self, why: str) -> Reloaded:
         old = self.config
         if self._path is None:
             return Reloaded(old.policy_digest, (), ("the configuration did not come from a file",))
         self._seen = self._stamp()
         try:
             new = load(self._path)
-            problems = fixed(old, new)
+            problems, changed = fixed(old, new), differences(old, new)
+            if changed and not problems:
+                self._apply(new)
+                self.config = new
         except ConfigError as error:
             problems = error.problems
+        except OSError as error:  # a file that was there when it was checked
+            problems = (f"{error}",)
         if problems:
             log.error("reload (%s): refused, the old configuration stays: %s", why, "; ".join(problems))
             return Reloaded(old.policy_digest, (), problems)
-        changed = differences(old, new)
-        if changed:
-            self.config = new
-            self._apply(new)
         log.warning(
             "reload (%s): %s; policy %s",
             why,
@@ -86,6 +118,25 @@ class Reloader:
             await self._clock.sleep(seconds)
             if self._stamp() != self._seen:
                 self.reload("the file changed")
+
+    def counters(self) -> Iterator[Family]:
+        """For the metrics."""
+        outcomes = [((outcome,), count) for outcome, count in self._outcomes.items()]
+        yield "tierline_config_reloads", "Reloads of the configuration, by outcome.", ("outcome",), outcomes
+
+    def gauges(self) -> Iterator[Family]:
+        yield (
+            "tierline_config_reload_success",
+            "1 while the file is in force as it was last read; 0: that was refused.",
+            (),
+            [((), float(self._sound))],
+        )
+        yield (
+            "tierline_config_reload_success_timestamp_seconds",
+            "When the file was last read without a problem.",
+            (),
+            [((), self._sound_at)],
+        )
 
     def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
         own = self.config.policy.file

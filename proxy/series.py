@@ -9,6 +9,11 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from policies.breaker import HealthState
+from policies.calibrate import ContentKind
+from policies.limits import SCOPES, LimitKind
+from policies.retry import Failure
+from policies.types import ChooseReason, DropReason, ShedReason
+from proxy.errors import Hedged, Outcome
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
@@ -163,7 +168,14 @@ BACKEND_GAUGES = (
     ),
 )
 
-BACKEND_STATES = ("healthy", "draining", *(state.value for state in HealthState if state != "healthy"))
+BACKEND_STATES = (
+    "healthy",
+    "draining",
+    "leaving",
+    *(state.value for state in HealthState if state != "healthy"),
+)
+
+RELOAD_OUTCOMES = ("applied", "unchanged", "refused")
 
 DIALECTS = ("xml", "json", "guided", "parsed")
 TOOL_KINDS = (
@@ -179,3 +191,24 @@ class CancelPhase(StrEnum):
     BEFORE_DISPATCH = "before_dispatch"
     BEFORE_FIRST_DELTA = "before_first_delta"  # also all of an answer that is not streamed
     STREAMING = "streaming"
+
+
+# What the label values may be, for the documentation's test.
+LABEL_VALUES: dict[str, type[StrEnum] | tuple[str, ...]] = {
+    "outcome": Outcome,
+    "phase": CancelPhase,
+    "kind": ("prompt", "completion", "cached"),
+    "dialect": DIALECTS,
+    "tool kind": TOOL_KINDS,
+    "state": BACKEND_STATES,
+    "decision reason": ChooseReason,
+    "drop reason": DropReason,
+    "shed reason": ShedReason,
+    "failure": Failure,
+    "hedge": Hedged,
+    "content": ContentKind,
+    "scope": SCOPES,
+    "limit": LimitKind,
+    "charged_by": ("usage", "estimate"),
+    "reload outcome": RELOAD_OUTCOMES,
+}

@@ -24,13 +24,13 @@ class Tokenizer:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._without: dict[str, float] = {}
+        self._without: dict[tuple[str, str | None], float] = {}
         self.asked = 0
 
     async def count(self, backend: Backend, api: Api, asked: Classified) -> int | None:
         now = self._clock.now()
         body = asked.body
-        if not isinstance(body, RequestBody) or now < self._without.get(backend.name, 0.0):
+        if not isinstance(body, RequestBody) or now < self._without.get(backend.spec.server, 0.0):
             return None
         if not backend.health.healthy:
             return None
@@ -39,7 +39,7 @@ class Tokenizer:
         raw = apply(body.scan, [override(("model",), model)]) if body.model != model else asked.raw
         tokens = _count(await post(self._clock, backend, PATH, raw, TIMEOUT))
         if tokens is None:
-            self._without[backend.name] = self._clock.now() + ASK_AGAIN_SECONDS
+            self._without[backend.spec.server] = self._clock.now() + ASK_AGAIN_SECONDS
         return tokens
 
 

@@ -346,6 +346,16 @@ class ConnectionPool:
         if self._sweep is None:
             self._sweep = self._clock.call_at(now + self._idle_seconds, self._retire)
 
+    def configure(self, idle_seconds: float, max_idle: int) -> None:
+        """Other bounds for those that are not in use."""
+        self._idle_seconds, self._max_idle = idle_seconds, max_idle
+        while len(self._idle) > max_idle:
+            self._idle.popleft().abort()
+
+    def retire(self) -> None:
+        """Nobody takes a connection from here again: those in use end with their exchange."""
+        self.configure(self._idle_seconds, 0)
+
     def opened(self, connection: UpstreamConnection) -> None:
         self._all.add(connection)
 

@@ -39,7 +39,7 @@ LAYERS = (
         "decisions",
     ),
     ("attempt", "tap"),
-    ("watch", "kinds"),
+    ("watch", "kinds", "backend"),
     ("pool", "metrics", "health", "relay", "gate"),
     ("headers", "refusals", "local", "intake", "limiter", "keys"),
     ("toolwork", "toolcheck", "aside"),

@@ -23,9 +23,11 @@ from proxy.errors import Ending, Hedged, Outcome
 from proxy.keys import failures_counter
 from proxy.ledger import LocalLedger
 from proxy.limiter import Limiter
-from proxy.metrics import BACKEND_STATES, HISTOGRAMS, LABEL_VALUES, Counter, Metrics
+from proxy.metrics import BACKEND_STATES, HISTOGRAMS, Counter, Metrics
 from proxy.record import Record, measures
 from proxy.recorder import Recorder
+from proxy.reload import Reloader
+from proxy.series import LABEL_VALUES
 from proxy.sharedledger import SharedLedger
 from proxy.tls import Tls, loads_counter
 from proxy.wire.timing import GAP_BUCKETS
@@ -58,6 +60,7 @@ SNAPSHOT: list[dict[str, object]] = [
     {"name": "bf16", "state": "ejected", "in_flight": 0, "in_flight_tokens": 0, "running": None, "waiting": None,
      "kv_usage": None, "polled_age_seconds": None, "window_tokens": None},
 ]  # fmt: skip
+RELOADER = Reloader(CONFIG, lambda config: None, FakeClock())
 
 
 def made() -> Metrics:
@@ -124,11 +127,13 @@ def limits() -> Iterator[Counter]:
     yield from refused_counter(
         [Door("server", FakeClock(), tls=None, trusted=None, seconds=1.0, most=1, good_bye=1.0)]
     )
+    yield from RELOADER.counters()
 
 
 def everything() -> Metrics:
     """At least one sample of every metric."""
     metrics = observed(streamed(), streamed(Outcome.CANCELLED), gone_on())
+    metrics.gauges = RELOADER.gauges
     metrics.shed("fast", ShedReason.TOO_LATE)
     metrics.failed("fp8", Failure.CUT)
     metrics.waiting = lambda: {("fast", 0): 2}
@@ -312,7 +317,7 @@ def test_gauges_are_what_the_snapshot_says_when_scraped_and_absent_when_unknown(
     assert value(metrics, "tierline_backend_kv_usage_ratio", backend="fp8") == 0.25
     assert value(metrics, "tierline_backend_kv_usage_ratio", backend="bf16") is None
     states = {s: value(metrics, "tierline_backend_state", backend="bf16", state=s) for s in BACKEND_STATES}
-    assert states == {"healthy": 0, "draining": 0, "suspect": 0, "ejected": 1, "returning": 0}
+    assert states == {"healthy": 0, "draining": 0, "leaving": 0, "suspect": 0, "ejected": 1, "returning": 0}
 
 
 def test_dropped_records_are_the_recorders_own_number():

@@ -72,8 +72,8 @@ async def test_a_new_policy_is_in_force_at_once_and_named(file: File) -> None:
         ("[policy\n", "", "config.toml"),
         ('[policy]\nfile = "none.py"\n', "", "cannot be read"),
         ("[policy]\nunknown = 1\n", "", "unknown key"),
-        ("[pool]\nmax_idle = 1\n", "", "pool.max_idle: changed, and that takes a restart"),
-        (LEAST, "limits.max_in_flight = 3", "backends: changed, and that takes a restart"),
+        ("[telemetry]\nrecords = 'stdout'\n", "", "telemetry.records: changed, and that takes a restart"),
+        (LEAST, "url = 'twice'", "Cannot overwrite a value"),
         ("[server]\nport = 0\nbacklog = 7\n", "", "server.backlog: changed, and that takes a restart"),
     ],
 )
