@@ -44,6 +44,7 @@ from proxy.metrics import Counter, Metrics
 from proxy.owners import Owners
 from proxy.pool import Pool
 from proxy.recorder import FileWriter, Recorder, Write, write_stdout
+from proxy.recordstore import RecordStore
 from proxy.reload import Reloader
 from proxy.sharedledger import SharedLedger
 from proxy.tls import Tls, loads_counter
@@ -67,7 +68,8 @@ class App:
         self.reloader = Reloader(config, self.configure, self.clock)
         self._watch: asyncio.Task[None] | None = None
         self._write = _writer(config)
-        self.recorder = Recorder(self.clock, self._write)
+        self._store = _store(config, self.clock)
+        self.recorder = Recorder(self.clock, self._write, self._store)
         self.pool = Pool(
             [make(config, backend, self.clock) for backend in config.backends],
             self.clock,
@@ -356,6 +358,8 @@ class App:
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()
+        if self._store is not None and not self.recorder.busy:
+            self._store.close()
 
 
 def _places(config: Config) -> dict[str, tuple[str, ...]]:
@@ -379,3 +383,10 @@ def _writer(config: Config) -> Write | None:
     if path is not None:
         return FileWriter(str(path))
     return write_stdout if config.telemetry.records == "stdout" else None
+
+
+def _store(config: Config, clock: Clock) -> RecordStore | None:
+    path, kept = config.records_store, config.telemetry
+    if path is None:
+        return None
+    return RecordStore(str(path), clock.wall, keep_days=kept.keep_days, keep_mb=kept.keep_mb)

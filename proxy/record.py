@@ -32,15 +32,15 @@ class Record:
     """One request. Times: monotonic seconds, None until (or unless) that point was reached.
 
     time: wall clock at accept, seconds since the epoch. model: the public name asked for; target: the model it is an
-    alias of. client: the address, where records have it.
-    tenant, key: whose, by name. limit: the one that refused it. reserved_tokens, charged_tokens, charged_by:
+    alias of. in_flight: requests of ours that the backend had when it was chosen. client: the address, where records
+    have it. tenant, key: whose, by name. limit: the one that refused it. reserved_tokens, charged_tokens, charged_by:
     what its limits were asked for, and what they paid in the end. session_hash: a short hash of the session.
     conversation: what names it, a hash too. policy: the digest of the policy that decided. prompt_tokens_error: the
     estimate's typical relative error, as stated. cached_tokens_estimate, predicted_wait, predicted_ttft (from
     admission), predicted_tpot: what was expected of the backend that was chosen, in tokens and seconds. failures:
     backend and kind of attempts that failed. continuation: how it went with a stream that broke and might go on;
-    continuation_why: what did not allow it. legs: backend, tokens of the answer so far, and `token` or
-    `text`, of every attempt that went on with it. hedge: what came of a second attempt beside the first, to hedged_to,
+    continuation_why: what did not allow it. legs: backend, tokens of the answer so far, and `token` or `text`, of
+    every attempt that went on with it. hedge: what came of a second attempt beside the first, to hedged_to,
     hedged_after seconds.
     queued_at: when it began to wait for admission; None if it entered at once. dispatched_at: the
     attempt that answered (the last one). backoff_seconds: what earlier attempts and the waits took.
@@ -64,6 +64,7 @@ class Record:
     reason: str | None = None
     drops: tuple[Drop, ...] = ()
     attempts: int = 0
+    in_flight: int | None = None
     failures: tuple[tuple[str, Failure], ...] = ()
     continuation: Ending | None = None
     continuation_why: str | None = None
@@ -118,6 +119,7 @@ class Record:
 
     def expect(self, view: BackendView) -> None:
         """What the chosen backend is expected to make of it."""
+        self.in_flight = view.in_flight
         self.cached_tokens_estimate = int(view.cached_tokens)
         if view.forecast is not None:
             self.predicted_ttft, self.predicted_tpot = view.forecast.ttft, view.forecast.tpot
@@ -218,7 +220,7 @@ def line(record: Record, derived: Measures) -> bytes:
     except TypeError:  # a lone surrogate in a name that a client sent
         data = b""
     if not data or (len(data) > MAX_LINE_BYTES and record.decisions is None):
-        data = orjson.dumps({key: _text(item) for key, item in value.items()}, option=_OPTIONS)
+        data = orjson.dumps({key: text(item) for key, item in value.items()}, option=_OPTIONS)
     return data
 
 
@@ -238,9 +240,10 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
         "reason": record.reason,
         "drops": {drop.backend: drop.reason for drop in record.drops},
         "attempts": record.attempts,
-        "failures": [{"backend": name, "failure": failure} for name, failure in record.failures],
-        "continuation": _continuation(record),
-        "hedge": _hedge(record),
+        "in_flight": record.in_flight,
+        "failures": failures(record),
+        "continuation": continuation(record),
+        "hedge": hedge(record),
         "client": record.client,
         "tenant": record.tenant,
         "key": record.key,
@@ -287,25 +290,29 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
     }
 
 
-def _continuation(record: Record) -> dict[str, object] | None:
+def failures(record: Record) -> list[dict[str, object]]:
+    return [{"backend": name, "failure": failure} for name, failure in record.failures]
+
+
+def continuation(record: Record) -> dict[str, object] | None:
     if record.continuation is None:
         return None
     legs = [{"backend": name, "after_tokens": tokens, "by": by} for name, tokens, by in record.legs]
     return {"ending": record.continuation, "why": record.continuation_why, "legs": legs}
 
 
-def _hedge(record: Record) -> dict[str, object] | None:
+def hedge(record: Record) -> dict[str, object] | None:
     if record.hedge is None:
         return None
     return {"outcome": record.hedge, "backend": record.hedged_to, "after_seconds": record.hedged_after}
 
 
-def _text(value: object) -> object:
+def text(value: object) -> object:
     """Bounded, and in characters that UTF-8 has."""
     if type(value) is not str:
         return value
-    text = value.encode("utf-8", "replace").decode()
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    made = value.encode("utf-8", "replace").decode()
+    return made if len(made) <= MAX_TEXT else made[: MAX_TEXT - 1] + "…"
 
 
 def tool_counts(record: Record) -> dict[str, int]:

@@ -195,6 +195,7 @@ def full() -> dict[str, object]:
         charged_by=ChargedBy.USAGE,
         decisions=[{}],
         **dict.fromkeys(("prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high"), 5),
+        in_flight=3,
         **dict.fromkeys(("prompt_tokens", "completion_tokens", "cached_tokens"), 5),
         **dict.fromkeys(("body_read_at", "admitted_at", "dispatched_at", "first_delta_at"), 10.5),
         **dict.fromkeys(("last_delta_at", "last_upstream_at", "finished_at"), 11.0),

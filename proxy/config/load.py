@@ -36,7 +36,10 @@ def load(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8 at byte {error.start}"]) from None
     config = loads(text, env, source=str(path), folder=Path(path).parent)
-    config.__dict__["source"] = Path(path)  # no key of the file, and no part of what makes two equal
+    # No keys of the file, and no part of what makes two equal.
+    config.__dict__["source"] = Path(path)
+    state = env.get("STATE_DIRECTORY", "").partition(":")[0]  # systemd's
+    config.__dict__["home"] = Path(state) if state else Path(path).parent
     return config
 
 

@@ -37,9 +37,11 @@ from proxy.config.values import (
     Bytes,
     Count,
     CountOrNone,
+    Days,
     HeaderName,
     HostName,
     JsonTable,
+    Megabytes,
     Name,
     Network,
     Origin,
@@ -47,6 +49,7 @@ from proxy.config.values import (
     ProfileFile,
     ProfileName,
     Records,
+    RecordStore,
     Seconds,
     SecondsOrOff,
     SecretRef,
@@ -246,6 +249,9 @@ class Health(Section):
 
 class Telemetry(Section):
     records: Records = "stdout"
+    store: RecordStore = "auto"
+    keep_days: Days = 30.0
+    keep_mb: Megabytes = 1000.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
     decisions: bool = False
@@ -293,6 +299,19 @@ class Config(Section):
     def source(self) -> Path | None:
         """The file it was read from (`load` puts it here)."""
         return None
+
+    @cached_property
+    def home(self) -> Path | None:
+        """The folder for what is kept where nothing says where (`load` puts it here)."""
+        return None
+
+    @property
+    def records_store(self) -> Path | None:
+        """The database of records; None: there is none."""
+        store = self.telemetry.store
+        if store == "auto":
+            return None if self.home is None else self.home / "records.db"
+        return None if store == "off" else Path(store)
 
     @cached_property
     def routes(self) -> Mapping[str, ModelRoute]:

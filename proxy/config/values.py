@@ -66,6 +66,8 @@ SecondsOrOff = Annotated[float, _quantity(float, "a number of seconds, or 0 for 
 Bytes = Annotated[int, _quantity(int, "a whole number of bytes, at least 1", 1)]
 Tokens = Annotated[int, _quantity(int, "a whole number of tokens, at least 1", 1)]
 Count = Annotated[int, _quantity(int, "a whole number, at least 1", 1)]
+Days = Annotated[float, _quantity(float, "a number of days, or 0 for no end", 0)]
+Megabytes = Annotated[float, _quantity(float, "a number of megabytes, or 0 for no end", 0)]
 CountOrNone = Annotated[int, _quantity(int, "a whole number, at least 0", 0)]
 Bits = Annotated[float, _quantity(float, "a number of bits per position, at least 0", 0)]
 Factor = Annotated[float, _quantity(float, "a number, at least 0", 0)]
@@ -224,6 +226,13 @@ def _store_file(value: object, info: ValidationInfo) -> object:
 
 
 StoreFile = Annotated[str, BeforeValidator(_store_file)]
+
+
+def _record_store(value: object, info: ValidationInfo) -> object:
+    return value if value in ("auto", "off") else _store_file(value, info)
+
+
+RecordStore = Annotated[str, BeforeValidator(_record_store)]
 
 
 def _policy_name(value: object) -> object:

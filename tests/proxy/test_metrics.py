@@ -321,8 +321,10 @@ def test_gauges_are_what_the_snapshot_says_when_scraped_and_absent_when_unknown(
 
 
 def test_dropped_records_are_the_recorders_own_number():
-    recorder = Recorder(FakeClock(), None)
-    recorder.dropped = 7
+    recorder = Recorder(FakeClock(), lambda lines: None, lambda rows: None)
+    assert recorder.lines is not None
+    assert recorder.rows is not None
+    recorder.lines.dropped, recorder.rows.dropped = 3, 4
     assert value(Metrics(CONFIG, list, recorder), "tierline_records_dropped_total") == 7
 
 

@@ -170,7 +170,7 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 
 FIELDS = [
     "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
-    "drops", "attempts", "failures", "continuation", "hedge", "client", "tenant",
+    "drops", "attempts", "in_flight", "failures", "continuation", "hedge", "client", "tenant",
     "key", "limit", "reserved_tokens", "charged_tokens", "charged_by",
     "session", "conversation", "policy", "stream", "tools",
     "outcome", "status",
@@ -298,8 +298,9 @@ def add(recorder: Recorder, clock: FakeClock, *names: str) -> None:
 
 def written(recorder: Recorder) -> None:
     """Wait for the writing thread."""
-    assert recorder._writing is not None
-    recorder._writing.result(5)
+    assert recorder.lines is not None
+    assert recorder.lines.writing is not None
+    recorder.lines.writing.result(5)
 
 
 async def test_lines_are_written_in_batches_at_most_half_a_second_later():
@@ -393,7 +394,7 @@ async def test_a_record_that_comes_after_closing_is_counted_as_dropped():
     await recorder.close()
     add(recorder, clock, "late")
     assert recorder.dropped == 1
-    assert repr(recorder) == "Recorder(waiting=0, dropped=1, closed=True)"
+    assert repr(recorder) == "Recorder(lines=Batches(waiting=0, dropped=1, closed=True), rows=None)"
 
 
 async def test_closing_gives_up_on_a_disk_that_hangs(event_loop_runs):
