@@ -43,7 +43,9 @@ class PoolAdmin(Protocol):
 
 
 class Exposition(Protocol):
-    def render(self, accept: str = "") -> tuple[bytes, str]: ...
+    def render(self, accept: str = "") -> tuple[bytes, str] | Awaitable[tuple[bytes, str]]:
+        """At once, or when it has been gathered from other processes."""
+        ...
 
 
 class PolicyAdmin(Protocol):
@@ -162,7 +164,8 @@ class Admin:
         return _json(story)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._metrics.render(request.headers.get("accept", ""))
+        found = self._metrics.render(request.headers.get("accept", ""))
+        body, content_type = found if isinstance(found, tuple) else await found
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def drain(self, request: web.Request) -> web.Response:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
 from aiohttp import web
 
+from policies import Fleet, PolicyParams, RetryParams
 from policies.hedge import HedgeParams
 from policies.limits import Quota
 from policies.trace import TracingRouter
 from proxy.abilities import Abilities
 from proxy.access import Callers
-from proxy.admin import admin_app, admin_keys
+from proxy.admin import Exposition, admin_app, admin_keys
 from proxy.backend import idle, make, remake
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
@@ -36,7 +38,7 @@ from proxy.headers import Cors
 from proxy.health import HealthPoller
 from proxy.intake import ClientsOf
 from proxy.keys import Keys, failures_counter
-from proxy.ledger import LocalLedger
+from proxy.ledger import Ledger, LocalLedger
 from proxy.limiter import Limiter
 from proxy.listen import Listeners
 from proxy.local import Local
@@ -59,18 +61,37 @@ LEAVING_SECONDS = 0.25
 """Between two looks at whether a backend has nothing to do any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How what workers share is made: here in this process, in a worker (`worker`) as the owner's."""
+
+    pool: type[Pool] = Pool
+    gate: Callable[[Clock, Fleet, TracingRouter, PolicyParams, Random, RetryParams], Gate] = Gate
+    ledger: Callable[[Clock], LocalLedger] = LocalLedger
+    owners: Callable[[], Owners] = Owners
+    memory: Callable[[], Memory] = Memory
+    shares_limits: bool = True
+    writes: Callable[[Write | None], Write | None] = lambda write: write
+
+
 class App:
     """The gateway as a thing that can be started and stopped; tests use it just like `run`."""
 
-    def __init__(self, config: Config, clock: Clock | None = None, rng: Random | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock | None = None,
+        rng: Random | None = None,
+        parts: Parts = Parts(),
+    ) -> None:
         self.config = config
         self.clock = clock or LoopClock()
         self.reloader = Reloader(config, self.configure, self.clock)
         self._watch: asyncio.Task[None] | None = None
         self._write = _writer(config)
         self._store = _store(config, self.clock)
-        self.recorder = Recorder(self.clock, self._write, self._store)
-        self.pool = Pool(
+        self.recorder = Recorder(self.clock, parts.writes(self._write), self._store)
+        self.pool = parts.pool(
             [make(config, backend, self.clock) for backend in config.backends],
             self.clock,
             config.health.breaker,
@@ -81,13 +102,14 @@ class App:
         self.pool.places = _places(config)
         self.metrics = Metrics(config, self.pool.snapshot, self.recorder)
         on_data = config.admin.metrics_on in ("data", "both")
-        self.local = Local(config, self.pool, self.clock, self.metrics.render if on_data else None)
-        owners = Owners()
-        ledger = LocalLedger(self.clock)
-        shared = config.limits.shared
-        self.shared = SharedLedger(shared, self.clock, ledger) if shared.url is not None else None
+        self.local = Local(config, self.pool, self.clock, self.page if on_data else None)
+        owners = parts.owners()
+        ledger = parts.ledger(self.clock)
+        shared = config.limits.shared if parts.shares_limits else None
+        self.shared = SharedLedger(shared, self.clock, ledger) if shared and shared.url is not None else None
+        self.ledger: Ledger = self.shared or ledger
         rng = rng or Random()
-        self.gate = Gate(
+        self.gate = parts.gate(
             self.clock, self.pool.fleet, _router(config), config.policy_params, rng, config.policy.retry
         )
         self.pool.changed = self.gate.pump
@@ -99,7 +121,7 @@ class App:
             gate=self.gate,
             tokenizer=Tokenizer(self.clock),
             abilities=self.abilities,
-            memory=Memory(),
+            memory=parts.memory(),
             policy=config.policy_digest,
             keeps_decisions=config.telemetry.decisions,
             admin_keys=admin_keys(config),
@@ -137,19 +159,11 @@ class App:
         config, listeners = self.config, listeners or Listeners({})
         if self.shared is not None:
             await self.shared.start()
-        server = self._server = Server(
-            self.gateway.handle,
-            max_body_bytes=config.server.max_body_bytes,
-            keepalive_timeout=config.server.keepalive_timeout,
-            patience=self._patience(config),
-        )
         try:
-            entry = ServerRunner(server, handle_signals=False, shutdown_timeout=1.0)
-            entry.door = self._door("server", config.server.tls, config.server.proxy_protocol)
-            self.port = await self._listen(entry, listeners, "data", config.server)
+            await self._open(listeners)
             if config.admin.enabled:
                 runner = AppRunner(
-                    admin_app(config, self.pool, self.metrics, self.reloader, self.gateway.memory),
+                    admin_app(config, self.pool, self.exposition(), self.reloader, self.gateway.memory),
                     access_log=None,
                     handle_signals=False,
                     shutdown_timeout=1.0,
@@ -165,19 +179,27 @@ class App:
 
     def _patience(self, config: Config) -> Patience:
         server = config.server
-        return Patience(
-            self.clock, server.header_timeout, config.timeouts.client_idle, server.max_connections
-        )
+        return Patience(self.clock, server.header_timeout, config.timeouts.client_idle, self._most(config))
+
+    def _most(self, config: Config) -> int:
+        """Connections of clients that this process may have."""
+        return config.server.max_connections
 
     def _beside(self, config: Config) -> None:
         """What runs beside the requests, as far as it does not yet."""
+        self._ask_abilities(config)
+        self._watch_file(config)
+        self._send_off()
+
+    def _ask_abilities(self, config: Config) -> None:
         if any(tier.continuation != "off" for tier in config.tiers.values()):
             for name in self.pool.backends:
                 self.abilities.of(name)  # asks it
+
+    def _watch_file(self, config: Config) -> None:
         loop = asyncio.get_running_loop()
         if config.server.watch_config and (self._watch is None or self._watch.done()):
             self._watch = loop.create_task(self.reloader.watch(), name="watch config")
-        self._send_off()
 
     def _send_off(self) -> None:
         """Whoever leaves, and is not waited for yet."""
@@ -201,6 +223,31 @@ class App:
                 log.info("backend %s has left", name)
                 return
             await self.clock.sleep(LEAVING_SECONDS)
+
+    async def _open(self, listeners: Listeners) -> None:
+        """Where clients come."""
+        self.port = await self._listen(self.entry(), listeners, "data", self.config.server)
+
+    def entry(self) -> ServerRunner:
+        """What answers clients."""
+        config = self.config
+        self._server = Server(
+            self.gateway.handle,
+            max_body_bytes=config.server.max_body_bytes,
+            keepalive_timeout=config.server.keepalive_timeout,
+            patience=self._patience(config),
+        )
+        entry = ServerRunner(self._server, handle_signals=False, shutdown_timeout=1.0)
+        entry.door = self._door("server", config.server.tls, config.server.proxy_protocol)
+        return entry
+
+    def exposition(self) -> Exposition:
+        """What the admin listener shows of metrics."""
+        return self.metrics
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The same on the clients' listener."""
+        return self.metrics.render(accept)
 
     def configure(self, config: Config) -> None:
         """Put another configuration in force, in one step. Only what `reload.RELOADABLE` names may differ. Raises OSError
@@ -238,7 +285,7 @@ class App:
             self._server.max_body_bytes = server.max_body_bytes
             self._server.keepalive_timeout = server.keepalive_timeout
         for door in self._doors:
-            door.seconds, door.most = server.header_timeout, server.max_connections
+            door.seconds, door.most = server.header_timeout, self._most(config)
             if door.trusted is not None:
                 door.trusted = networks(server.trusted_proxies)
         if before.telemetry.log_level != config.telemetry.log_level:
@@ -274,7 +321,7 @@ class App:
             tls=Tls(name, tls.files, tls.context, self.clock) if tls.cert is not None else None,
             trusted=networks(server.trusted_proxies) if proxied else None,
             seconds=server.header_timeout,
-            most=server.max_connections,
+            most=self._most(self.config),
             good_bye=3600.0 if name == "server" else 10.0,  # clients of the data side are timed by `front`
         )
         self._doors.append(door)

@@ -10,12 +10,9 @@ Rules
 from __future__ import annotations
 
 import errno
-import json
-import logging
 import platform
 import socket
 import sys
-from datetime import UTC, datetime
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -24,6 +21,7 @@ import click
 from proxy import __version__
 from proxy.bench.cli import bench
 from proxy.keycommands import keys
+from proxy.logs import set_up_logging
 from proxy.replay.cli import explain, replay
 from proxy.sim.cli import sim
 from proxy.simulate.cli import simulate
@@ -78,6 +76,9 @@ def serve(path: str) -> None:
 
     try:
         code = run(config)
+    except ChildProcessError as error:
+        click.echo(str(error), err=True)
+        code = Exit.FAILED
     except StoreError as error:
         click.echo(str(error), err=True)
         code = Exit.CONFIG
@@ -130,31 +131,3 @@ main.add_command(sim)
 main.add_command(replay)
 main.add_command(explain)
 main.add_command(simulate)
-
-
-# -- logging -------------------------------------------------------------------------------------------------
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, and the traceback where there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, str] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
-def set_up_logging(level: str, style: str) -> None:
-    """Send every logger to stderr. level: as in telemetry.log_level. style: "console" or "json"."""
-    handler = logging.StreamHandler()
-    if style == "json":
-        handler.setFormatter(JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -5,7 +5,9 @@ Only `handler` turns a `ProxyError` into a response, and only `wire.errors` rend
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 
 class Outcome(StrEnum):
@@ -90,3 +92,8 @@ class ProxyError(Exception):
         self.headers = headers
         self.upstream_headers = upstream_headers
         self.retry_after = retry_after
+
+    @classmethod
+    def made_of(cls, told: Mapping[str, Any]) -> ProxyError:
+        """The same, of its `vars`: raised in another process."""
+        return cls(**told)

@@ -52,6 +52,12 @@ class Memory:
         if len(self._stories) > self._most:
             self._stories.popitem(last=False)
 
+    def add(self, request_id: str, trace: Trace) -> None:
+        """One more attempt of a request that is remembered."""
+        story = self._stories.get(request_id)
+        if story is not None:
+            self._stories[request_id] = replace(story, traces=(*story.traces, _short(trace)))
+
     def find(self, request_id: str) -> dict[str, object] | None:
         story = self._stories.get(request_id)
         return None if story is None else explained(request_id, story)

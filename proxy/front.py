@@ -207,6 +207,7 @@ class Server(web.Server):
         super().__init__(handler, request_factory=self._request, handler_cancellation=True)
         self._open = 0
         self._left: asyncio.Event | None = None
+        self.on_closed: Callable[[], None] | None = None
         # For connections and bodies that come from now on; may be set at any time.
         self.patience = patience
         self.max_body_bytes, self.keepalive_timeout = max_body_bytes, keepalive_timeout
@@ -220,6 +221,8 @@ class Server(web.Server):
         self._open -= 1
         if not self._open and self._left is not None:
             self._left.set()
+        if self.on_closed is not None:
+            self.on_closed()
 
     def __call__(self) -> ClientConnection | TooMany:  # type: ignore[override]
         if self.patience is not None and self._open >= self.patience.connections:

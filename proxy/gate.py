@@ -78,16 +78,19 @@ class Refused:
     trace: Trace | None
 
 
+Answer = tuple[Go | Shed, Trace | None]
+
+
 @frozen
 class InLine:
-    """A request that waits. wait: what it was told."""
+    """A request that waits. wait: what it was told. answer: done when its wait is over."""
 
     id: int
     facts: RequestFacts
     wait: Wait
+    answer: asyncio.Future[Answer]
 
 
-Answer = tuple[Go | Shed, Trace | None]
 V = TypeVar("V", Go, Shed, Go | Shed)
 
 
@@ -153,17 +156,41 @@ class Gate:
         verdict: Verdict = self._admission.offer(now, id, facts, names, pinned=pinned)
         if isinstance(verdict, Wait):
             self._router.forget()
-            return InLine(id, facts, verdict)
+            answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            self._waiting[id] = answer
+            self._arm()
+            return InLine(id, facts, verdict, answer)
         if isinstance(verdict, Go):
             self._budget.sent(now, verdict.view.name)
         return self._answer(id, facts, *self._traced(verdict))
 
     async def wait(self, one: InLine) -> Pass | Refused:
-        """Until its wait is over. To be awaited at once, and once."""
-        verdict, trace = await self._wait(one.id)
+        """Until its wait is over."""
+        try:
+            await one.answer
+        except asyncio.CancelledError:
+            self.leave(one)
+            raise
+        return self.called(one)
+
+    def called(self, one: InLine) -> Pass | Refused:
+        """Its wait is over (`answer` is done): what came of it."""
+        self._waiting.pop(one.id, None)
+        verdict, trace = one.answer.result()
         if isinstance(verdict, Go):
             self._budget.sent(self._clock.now(), verdict.view.name)
         return self._answer(one.id, one.facts, verdict, trace)
+
+    def leave(self, one: InLine) -> None:
+        """It does not wait any more, in place of `called`."""
+        self._waiting.pop(one.id, None)
+        if one.answer.done() and not one.answer.cancelled():
+            if isinstance(one.answer.result()[0], Go):  # let in, and gone in the same moment
+                self.finish(one.id, Result(ok=False))
+        else:
+            one.answer.cancel()
+            self._admission.withdraw(self._clock.now(), one.id)
+            self.pump()
 
     async def again(
         self,
@@ -175,6 +202,19 @@ class Gate:
         larger_than: int | None = None,
         pays: str | None = None,
         ident: str = "",
+    ) -> Pass | Refused | None:
+        """`another`, where it may have to be asked for."""
+        return self.another(facts, names, tried=tried, pinned=pinned, larger_than=larger_than, pays=pays)
+
+    def another(
+        self,
+        facts: RequestFacts,
+        names: Iterable[str],
+        *,
+        tried: frozenset[str] = _NONE,
+        pinned: str | None = None,
+        larger_than: int | None = None,
+        pays: str | None = None,
     ) -> Pass | Refused | None:
         """A further attempt of a request that was let in before. pays: the backend that failed, where the attempt has to be
         paid for; None is returned when it cannot be."""
@@ -219,23 +259,6 @@ class Gate:
         if not facts.stream and forecast is not None:
             timer = self._clock.call_at(self._clock.now() + forecast.ttft, partial(self.first_token, id))
         return Pass(self, id, verdict, timer, trace)
-
-    async def _wait(self, id: int) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting[id] = answer
-        self._arm()
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled():
-                if isinstance(answer.result()[0], Go):  # let in, and gone in the same moment
-                    self.finish(id, Result(ok=False))
-            else:
-                self._admission.withdraw(self._clock.now(), id)
-                self.pump()
-            raise
-        finally:
-            self._waiting.pop(id, None)
 
     # -- what happens on the backends
 

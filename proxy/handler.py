@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from urllib.parse import unquote
@@ -40,6 +40,9 @@ from proxy.tokenizer import Tokenizer
 from proxy.turns import Turns
 
 log = logging.getLogger("tierline.request")
+
+NOT_FOUND = frozenset({"response_not_found", "previous_response_not_found"})
+"""Another process may just have learned of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +80,8 @@ class Gateway:
     exchanges: set[Exchange] = field(default_factory=set)
     turns: Turns = field(default_factory=Turns)
     allowance: Allowance = field(default_factory=Allowance)
+    gather: Callable[[str], Awaitable[None]] | None = None
+    """In a worker: gets the metrics of all for the page that shows them."""
     draining: bool = False
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -141,6 +146,8 @@ class Gateway:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """One request, from accept to record."""
         exchange = Exchange(self, request)
+        if self.gather is not None and exchange.path == "/metrics":
+            await self.gather(request.headers.get("accept", ""))
         if (done := self._answer_here(exchange, request)) is not None:
             return done
         self.exchanges.add(exchange)
@@ -152,7 +159,12 @@ class Gateway:
             body = await exchange.read_body()
             if not self.turns.take():
                 await self.turns.wait()
-            asked = await exchange.classify(endpoint, body)
+            try:
+                asked = await exchange.classify(endpoint, body)
+            except ProxyError as error:
+                if error.code not in NOT_FOUND or not await self.owners.catch_up():
+                    raise
+                asked = await exchange.classify(endpoint, body)
             if asked.work is not None:
                 await self.turns.wait()  # tools took a while to read: chunks pass first
             if self.limiter.active:

@@ -28,3 +28,7 @@ class Owners:
 
     def find(self, ident: str) -> str | None:
         return self._backends.get(ident)
+
+    async def catch_up(self) -> bool:
+        """Whether something may be known now that was not: learned in another process (`remote`)."""
+        return False

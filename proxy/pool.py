@@ -82,6 +82,8 @@ class Pool:
         """When each of our streams there that has begun, and whose client reads, was last heard."""
         self.give_up: Callable[[str, float], None] = lambda name, since: None
         """Told of a backend that answers nobody: what was not heard since then is not waited for."""
+        self.opened: Callable[[str], int] = lambda name: self.backends[name].connections.open_connections
+        """Connections to a backend."""
         self.backends = {backend.name: backend for backend in backends}
         self._retired: list[ConnectionPool] = []
         """Of servers that are configured no more, and are still in use."""
@@ -357,7 +359,7 @@ class Pool:
                     "polled_age_seconds": round(view.polled_age, 3) if view.polled_age is not None else None,
                     "prefix_hits": metrics.prefix_hits if metrics is not None else None,
                     "prefix_queries": metrics.prefix_queries if metrics is not None else None,
-                    "connections": backend.connections.open_connections,
+                    "connections": self.opened(backend.name),
                     "tool_integrity": round(backend.integrity, 4),
                     "failures_in_a_row": backend.health.failures + backend.health.errors,
                     "remote": view.remote,

@@ -6,6 +6,7 @@ Rules: off the response path: they are batched, one thread of each kind at a tim
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import threading
@@ -209,6 +210,19 @@ class FileWriter:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def locked(write: Write, lock: int) -> Write:
+    """One process at a time. lock: a descriptor that all of them have; the lock is the process's own, and ends with it."""
+
+    def alone(lines: bytes) -> None:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        try:
+            write(lines)
+        finally:
+            fcntl.lockf(lock, fcntl.LOCK_UN)
+
+    return alone
 
 
 def write_stdout(lines: bytes) -> None:

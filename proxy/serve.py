@@ -58,7 +58,7 @@ def settle() -> None:
 
 
 async def _serve(config: Config) -> int:
-    app, listeners, stop = App(config), Listeners(), Stop()
+    app, listeners, stop = _app(config), Listeners(), Stop()
     stop.on_signals(app, listeners)
     await app.start(listeners)
     listeners.close_unused()
@@ -81,6 +81,14 @@ async def _serve(config: Config) -> int:
 
 def _scheme(tls: ListenerTls) -> str:
     return "http" if tls.cert is None else "https"
+
+
+def _app(config: Config) -> App:
+    if config.server.workers == 1:
+        return App(config)
+    from proxy.owner import OwnerApp
+
+    return OwnerApp(config)
 
 
 def run(config: Config) -> int:

@@ -14,7 +14,7 @@ SOURCES = sorted(p for top in ("proxy", "policies") for p in (ROOT / top).rglob(
 # Higher may import lower. A name stands for the module or package of that name.
 LAYERS = (
     ("wire", "policies", "_lane", "sharedscript"),
-    ("errors", "config", "clock", "tomltext", "lane", "turns", "listen"),
+    ("errors", "config", "clock", "tomltext", "lane", "turns", "listen", "logs", "channel", "merge"),
     ("upgrade",),
     (
         "upstream",
@@ -44,6 +44,7 @@ LAYERS = (
     ("attempt", "tap"),
     ("watch", "kinds", "backend"),
     ("pool", "metrics", "health", "relay", "gate"),
+    ("messages",),
     ("headers", "refusals", "local", "intake", "limiter", "keys"),
     ("toolwork", "toolcheck", "aside"),
     ("classify", "tokenizer", "abilities"),
@@ -51,11 +52,13 @@ LAYERS = (
     ("failover", "continuing", "hedging"),
     ("exchange",),
     ("handler", "admin"),
+    ("remote", "seat"),
     ("app", "sim", "simulate", "replay", "keycommands"),
+    ("owner",),
     ("serve",),
     ("probe",),
     ("check", "bench", "doctor", "trial"),
-    ("cli",),
+    ("cli", "worker"),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -92,6 +92,7 @@ class Server(Section):
     allow_unauthenticated: bool = False
     public_paths: Array[AbsolutePath] = ("/health", "/ready", "/version", "/metrics")
     session_headers: Array[HeaderName] = SESSION_HEADERS
+    workers: Count = 1
     watch_config: SecondsOrOff = 0.0
     tls: ListenerTls = ListenerTls()
     trusted_proxies: Array[Network] = ()

@@ -18,8 +18,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from proxy import __version__
-from proxy.cli import Exit, JsonFormatter, main, set_up_logging
+from proxy.cli import Exit, main
 from proxy.config import Config
+from proxy.logs import JsonFormatter, set_up_logging
 
 ROOT = Path(__file__).parents[2]
 GOOD = '[[backends]]\nname = "a"\nurl = "http://127.0.0.1:1"\n[models.m]\n'

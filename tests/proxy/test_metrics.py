@@ -24,6 +24,7 @@ from proxy.keys import failures_counter
 from proxy.ledger import LocalLedger
 from proxy.limiter import Limiter
 from proxy.metrics import BACKEND_STATES, HISTOGRAMS, Counter, Metrics
+from proxy.owner import worker_counters
 from proxy.record import Record, measures
 from proxy.recorder import Recorder
 from proxy.reload import Reloader
@@ -122,6 +123,7 @@ def limits() -> Iterator[Counter]:
     limiter._charged["qwen"] = [5, 1]
     yield from limiter.counters()
     yield failures_counter(1)
+    yield from worker_counters(1, 1)
     yield from SharedLedger(SharedLimits(url="valkey://v"), FakeClock(), LocalLedger(FakeClock())).counters()
     yield from loads_counter([Tls("server", (), ssl.create_default_context, FakeClock())])
     yield from refused_counter(

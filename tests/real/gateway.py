@@ -26,7 +26,8 @@ Record = dict[str, Any]
 
 
 class GatewayProcess(RealServer):
-    """backends: by name. per_backend: further lines of a backend's table. config: further tables.
+    """backends: by name. per_backend: further lines of a backend's table. config: further tables. server: further lines of
+    that table.
 
     The public model is `tiny`, whatever the backends call theirs. environment: what `env:` references name.
     """
@@ -38,6 +39,7 @@ class GatewayProcess(RealServer):
         backends: Mapping[str, RealServer],
         *,
         config: str = "",
+        server: str = "",
         per_backend: Mapping[str, str] | None = None,
         key: str | None = None,
         environment: Mapping[str, str] | None = None,
@@ -45,6 +47,7 @@ class GatewayProcess(RealServer):
         super().__init__("tiny", 0, key)
         self._backends = backends
         self._more = config
+        self._server = server
         self._per_backend = per_backend or {}
         self._environment = environment or {}
         self._files: tempfile.TemporaryDirectory[str] | None = None
@@ -133,7 +136,7 @@ class GatewayProcess(RealServer):
 
     def _text(self) -> str:
         tables = [
-            f"[server]\nport = {self.port}\ndrain_timeout = 1.0",
+            f"[server]\nport = {self.port}\ndrain_timeout = 1.0\n{self._server}",
             f"[admin]\nport = {self._admin_port}",
             f'[telemetry]\nrecords = "file:{self._records_file}"\nlog_level = "warning"',
             "[health]\ninterval = 0.2",
