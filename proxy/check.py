@@ -26,6 +26,7 @@ from proxy.probe import (
     Finding,
     Unreachable,
     Verdict,
+    broken_stream,
     events_of,
     models_of,
     printable,
@@ -33,7 +34,6 @@ from proxy.probe import (
     session,
 )
 from proxy.tomltext import toml_lines
-from proxy.wire.errors import read_event_error
 from proxy.wire.promtext import EngineMetrics, read_metrics
 
 _TOOL = {
@@ -118,8 +118,10 @@ class Probe:
         self.asker = Asker(backend, session)
         self.findings: list[Finding] = []
 
-    def _tell(self, what: str, verdict: Verdict, detail: str, fix: str = "") -> None:
-        self.findings.append(Finding(self.backend.name, what, verdict, detail, fix))
+    def _tell(self, what: str, verdict: Verdict, detail: str, fix: str = "", **patch: object) -> None:
+        """patch: keys of the backend's table that mend it, `__` for a dot."""
+        keys = tuple((key.replace("__", "."), value) for key, value in patch.items())
+        self.findings.append(Finding(self.backend.name, what, verdict, detail, fix, keys))
 
     async def run(self, *, continues: bool) -> list[Finding]:
         models = await self.asker.ask("GET", "/v1/models")
@@ -133,7 +135,7 @@ class Probe:
                 if self.backend.parser == "none" and self.findings[-1].what == "usage":
                     await self._tools(model)
                 if continues:
-                    await self._continuation(model)
+                    await self.continuation(model)
         return self.findings
 
     def _refused(self, answer: Answer) -> bool:
@@ -162,7 +164,9 @@ class Probe:
         if wanted is not None and wanted not in listed:
             names = ", ".join(f'"{name}"' for name in listed)
             fix = f"set model to one of {names}" if len(listed) > 1 else f"set model = {names}"
-            self._tell("model", Verdict.PROBLEM, f'it has no "{wanted}", but {names}', fix)
+            self._tell(
+                "model", Verdict.PROBLEM, f'it has no "{wanted}", but {names}', fix, model=next(iter(listed))
+            )
             return None
         name = wanted or next(iter(listed))
         self._tell("model", Verdict.OK, f'"{name}"')
@@ -177,7 +181,7 @@ class Probe:
         elif configured is not None and configured > reported:
             detail = f"{reported} tokens, but limits.window_tokens is {configured}"
             fix = f"set limits.window_tokens = {reported}, or drop it"
-            self._tell("window", Verdict.PROBLEM, detail, fix)
+            self._tell("window", Verdict.PROBLEM, detail, fix, limits__window_tokens=reported)
         else:
             self._tell("window", Verdict.OK, f"{reported} tokens")
 
@@ -227,27 +231,32 @@ class Probe:
                 "stream", Verdict.PROBLEM, detail, "the server refuses a plain chat request: see its log"
             )
             return
-        events = list(events_of(answer.body))
-        error = next((found for found in map(read_event_error, events) if found), None)
-        if error is not None or not events:
-            detail = f"the stream says: {printable(error.message)}" if error else "the stream is empty"
+        wrong = broken_stream(answer.body)
+        if wrong is not None:
             self._tell(
-                "stream", Verdict.PROBLEM, detail, "the server fails on a plain chat request: see its log"
+                "stream", Verdict.PROBLEM, wrong, "the server fails on a plain chat request: see its log"
             )
             return
+        events = list(events_of(answer.body))
         self._tell("stream", Verdict.OK, f"{len(events)} events")
         has_usage = any(isinstance(event, dict) and event.get("usage") for event in events)
         if has_usage == self.backend.stream_usage:
             self._tell("usage", Verdict.OK, "streamed" if has_usage else "not streamed, as configured")
         elif has_usage:
             self._tell(
-                "usage", Verdict.NOTE, "streamed, but stream_usage is false", "set stream_usage = true"
+                "usage",
+                Verdict.NOTE,
+                "streamed, but stream_usage is false",
+                "set stream_usage = true",
+                stream_usage=True,
             )
         else:
             fix = "set stream_usage = false: time per output token will be missing from records"
-            self._tell("usage", Verdict.PROBLEM, "not streamed, though asked for", fix)
+            self._tell("usage", Verdict.PROBLEM, "not streamed, though asked for", fix, stream_usage=False)
 
-    async def _continuation(self, model: str) -> None:
+    async def continuation(self, model: str) -> None:
+        """Whether its broken streams can go on elsewhere. Raises `Unreachable`."""
+
         async def ask(path: bytes, body: dict[str, object]) -> object:
             answer = await self.asker.ask(
                 "POST", path.decode(), json.dumps({**body, "model": model}).encode()
@@ -296,15 +305,15 @@ class Probe:
             )
 
 
-def print_probes(findings: list[Finding]) -> bool:
+def print_probes(findings: list[Finding], title: str = "Probes") -> bool:
     """A table of what was found, then what to change. True when there is no problem."""
-    table = Table(title="Probes", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for column in ("backend", "what", "", "found"):
         table.add_column(column, overflow="fold")
-    colours = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold red"}
+    colours = {Verdict.NOTE: "yellow", Verdict.WARNING: "magenta", Verdict.PROBLEM: "bold red"}
     for finding in findings:
         row = (finding.backend, finding.what, finding.verdict.value, finding.detail)
-        table.add_row(*row, style=colours[finding.verdict] if finding.verdict is not Verdict.OK else None)
+        table.add_row(*row, style=colours.get(finding.verdict))
     Console(markup=False, highlight=False).print(table)
     for finding in findings:
         if finding.fix:

@@ -20,6 +20,7 @@ import click
 
 from proxy import __version__
 from proxy.bench.cli import bench
+from proxy.doctor.cli import doctor
 from proxy.keycommands import keys
 from proxy.logs import set_up_logging
 from proxy.replay.cli import explain, replay
@@ -127,6 +128,7 @@ def _load(path: str) -> Config:
 
 main.add_command(keys)
 main.add_command(bench)
+main.add_command(doctor)
 main.add_command(sim)
 main.add_command(replay)
 main.add_command(explain)

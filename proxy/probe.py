@@ -7,9 +7,10 @@ Rules
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,27 +18,32 @@ from enum import StrEnum
 import aiohttp
 
 from proxy.config import Backend
-from proxy.wire.errors import read_error
+from proxy.wire.errors import read_error, read_event_error
 
 LONGEST_ANSWER = 1024 * 1024
 LONGEST_QUOTE = 160
+LARGE = 256 * 1024
+"""Bytes from which a body is sent piece by piece."""
 
 
 class Verdict(StrEnum):
     OK = "ok"
     NOTE = "note"
+    WARNING = "warning"
     PROBLEM = "problem"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing learned of a backend. fix: what to change; empty when all is well."""
+    """One thing learned of a backend. fix: what to change; empty when all is well. patch: keys of its table in the
+    configuration (or, with a dot in front, of the whole) and the values that mend it."""
 
     backend: str
     what: str
     verdict: Verdict
     detail: str
     fix: str = ""
+    patch: tuple[tuple[str, object], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +90,10 @@ class Asker:
         self._tls = backend.tls.context() if backend.url.startswith("https:") else True
 
     def open(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self, method: str, path: str, body: bytes | None = None, *, seconds: float | None = None
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """The answer as it comes. What goes wrong is aiohttp's: `unreachable` words it."""
-        sent = {"accept-encoding": "identity", **(headers or {})}
+        """The answer as it comes. seconds: in place of the session's. Raises aiohttp's errors; `unreachable` words them."""
+        sent = {"accept-encoding": "identity"}
         if self.backend.key is not None:
             sent["authorization"] = f"Bearer {self.backend.key.reveal()}"
         if body is not None:
@@ -96,23 +102,23 @@ class Asker:
         return self.session.request(
             method,
             url,
-            data=body,
+            data=io.BytesIO(body) if body is not None and len(body) > LARGE else body,
             headers=sent,
             ssl=self._tls,
             server_hostname=name,
             allow_redirects=False,
+            timeout=self.session.timeout if seconds is None else aiohttp.ClientTimeout(total=seconds),
         )
 
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> Answer:
+    async def ask(
+        self, method: str, path: str, body: bytes | None = None, *, seconds: float | None = None
+    ) -> Answer:
         """The whole answer, whatever its status. Raises `Unreachable`."""
         try:
-            async with self.open(method, path, body) as response:
+            async with self.open(method, path, body, seconds=seconds) as response:
                 return Answer(response.status, response.content_type, await _read(response))
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             raise unreachable(error) from error
-
-    async def chat(self, body: Mapping[str, object]) -> Answer:
-        return await self.ask("POST", "/v1/chat/completions", json.dumps(body).encode())
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -177,6 +183,31 @@ def events_of(body: bytes) -> Iterator[object]:
             data = line[5:].strip()
             if data != b"[DONE]":
                 yield plain_json(data)
+
+
+def broken_stream(body: bytes) -> str | None:
+    """What is wrong with an event stream of chat, None if it is whole: each event JSON, none an error, a finish_reason
+    that is no abort, and `[DONE]` at the end."""
+    events = list(events_of(body))
+    error = next((found for found in map(read_event_error, events) if found), None)
+    if error is not None:
+        return f"the stream says: {printable(error.message)}"
+    if not events:
+        return "the stream is empty"
+    if None in events:
+        return "the stream has an event that is no JSON"
+    reasons = [
+        choice["finish_reason"]
+        for event in events
+        if isinstance(event, dict)
+        for choice in event.get("choices") or ()
+        if isinstance(choice, dict) and choice.get("finish_reason")
+    ]
+    if not reasons:
+        return "the stream ends without a finish_reason"
+    if "abort" in reasons:
+        return 'the stream ends with finish_reason "abort": the server gave up'
+    return None if body.rstrip().endswith(b"[DONE]") else "the stream ends without [DONE]"
 
 
 async def model_of(asker: Asker) -> str:
