@@ -49,6 +49,7 @@ from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.recordstore import RecordStore
 from proxy.reload import Reloader
 from proxy.sharedledger import SharedLedger
+from proxy.spans import spans_for
 from proxy.tls import Tls, loads_counter
 from proxy.tokenizer import Tokenizer
 from proxy.wire.forwarded import networks
@@ -141,6 +142,9 @@ class App:
             recorder=self.recorder,
             clients=_clients(config),
         )
+        self.spans = spans_for(config, self.clock)
+        if self.spans is not None:
+            self.gateway.spans, self.gateway.told = self.spans, (self.spans.add,)
         self.keys = Keys(config, self.clock, ledger, self._keys_changed)
         self.metrics.counters, self.metrics.gauges = self._counters, self.reloader.gauges
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
@@ -277,6 +281,8 @@ class App:
         gateway.public_paths = frozenset(server.public_paths)
         gateway.body_timeout = server.body_timeout
         gateway.cors = Cors(server.cors_origins)
+        if self.spans is not None:
+            self.spans.configure(config)
         self.local.configure(config)
         self.metrics.configure(config)
         self.keys.configure(config)
@@ -303,6 +309,8 @@ class App:
         yield failures_counter(self.keys.failures)
         if self.shared is not None:
             yield from self.shared.counters()
+        if self.spans is not None:
+            yield self.spans.counter()
         yield from self.reloader.counters()
         contexts = [door.tls for door in self._doors] + [
             one.connections.tls for one in self.pool.backends.values()
@@ -402,6 +410,8 @@ class App:
         if self.shared is not None:
             await self.shared.close()
         await self.pool.close()
+        if self.spans is not None:
+            await self.spans.close()
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()

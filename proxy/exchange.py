@@ -35,7 +35,7 @@ from proxy.hedging import Ended, Leg, Race, may_repeat
 from proxy.intake import known_caller, read_body
 from proxy.limiter import Grant
 from proxy.pool import Backend
-from proxy.record import Record
+from proxy.record import Measures, Record
 from proxy.refusals import failure_of, fault_error, turned_away, unreachable, wrong_with
 from proxy.relay import Relay
 from proxy.toolcheck import is_sound, violations
@@ -249,7 +249,8 @@ class Exchange:
         self, backend: Backend, endpoint: Endpoint, asked: Classified, let_in: Pass, leg: Leg | None = None
     ) -> Ended:
         """One attempt; `leg`: another one may be made beside it."""
-        gateway = self._gateway
+        gateway, request, trace = self._gateway, self._request, self.record.trace
+        span = trace.begins(backend.name, gateway.clock.now()) if trace is not None else None
         timeouts = gateway.timeouts[backend.name]
         failures = self._failover.failures if self._failover is not None else []
         nudged = Failure.NO_CALL in failures
@@ -271,15 +272,13 @@ class Exchange:
                     connection = await backend.connections.connect()
             except (OSError, TimeoutError) as exc:
                 return unreachable(backend.name, exc), Failure.CONNECT
-        request = self._request
         line, ident, passed = (
             (request.method, step.target),
             self.record.request_id,
             self._credentials(backend),
         )
-        head = request_head(
-            line, request.raw_headers, ident, backend.spec, len(step.body), credentials=passed
-        )
+        came = request.raw_headers if span is None else span.headers(request.raw_headers)
+        head = request_head(line, came, ident, backend.spec, len(step.body), credentials=passed)
         if leg is not None and self._continuation is not None:
             leg.kept = self._continuation.kept
         result = await self._exchange(connection, head, step, let_in, leg)
@@ -431,7 +430,7 @@ class Exchange:
         if gateway.keeps_decisions:
             record.decisions = [write(trace) for trace in traces]
 
-    def close(self) -> None:
+    def close(self) -> Measures:
         """Close the record: exactly once, whatever the end."""
         record, gateway = self.record, self._gateway
         record.bytes_out = self.answer.bytes_out
@@ -448,3 +447,4 @@ class Exchange:
         gateway.recorder.add(record, derived)
         # The relay and the task hold this exchange, too: without the circle a long body is freed at once.
         self._relay = self._spoke = self._task = None
+        return derived

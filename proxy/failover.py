@@ -76,6 +76,8 @@ class Failover:
         if failure is Failure.TIMEOUT and now >= self._over_at(backend.name):
             failure = Failure.LATE
         self._record.failures += ((backend.name, failure),)
+        if self._record.trace is not None:
+            self._record.trace.failed(backend.name, failure.value, now)
         self.error = rather(self.error, error)
         gateway.metrics.failed(backend.name, failure)
         gateway.pool.failed(backend, failure)

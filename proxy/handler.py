@@ -35,7 +35,9 @@ from proxy.local import Local
 from proxy.metrics import Metrics
 from proxy.owners import Owners
 from proxy.pool import Pool
+from proxy.record import Measures, Record
 from proxy.recorder import Recorder
+from proxy.spans import Spans
 from proxy.tokenizer import Tokenizer
 from proxy.turns import Turns
 
@@ -77,6 +79,9 @@ class Gateway:
     recorder: Recorder
     clients: ClientsOf | None = None
     """Who a request comes from; None: no record says it."""
+    spans: Spans | None = None
+    told: tuple[Callable[[Record, Measures], None], ...] = ()
+    """Who else hears of each closed record."""
     exchanges: set[Exchange] = field(default_factory=set)
     turns: Turns = field(default_factory=Turns)
     allowance: Allowance = field(default_factory=Allowance)
@@ -153,6 +158,8 @@ class Gateway:
         self.exchanges.add(exchange)
         if self.clients is not None:
             exchange.record.client = self.clients(request).address
+        if self.spans is not None:
+            exchange.record.trace = self.spans.begin(request.headers)
         try:
             exchange.authorize()
             endpoint = find_endpoint(request.method, exchange.path)
@@ -184,5 +191,7 @@ class Gateway:
             self.exchanges.discard(exchange)
             if not self.exchanges:
                 self._idle.set()
-            exchange.close()
+            derived = exchange.close()
+            for told in self.told:
+                told(exchange.record, derived)
         return exchange.answer

@@ -13,8 +13,8 @@ from itertools import accumulate
 EXEMPLAR_CHARACTERS = 128
 """OpenMetrics: of all names and values of an exemplar's labels together."""
 
-Exemplar = tuple[str, float, float]
-"""Request id, what was observed, wall clock."""
+Exemplar = tuple[str, str | None, float, float]
+"""Request id, id of its sampled trace, what was observed, wall clock."""
 
 
 class Buckets:
@@ -51,10 +51,15 @@ class Buckets:
 
 
 def _exemplar(example: Exemplar | None) -> str:
-    if example is None or len("request_id") + len(example[0]) > EXEMPLAR_CHARACTERS:
+    if example is None:
         return ""
-    ident, value, time = example
-    return f" # {label_text({'request_id': ident})} {value!r} {time:.3f}"
+    ident, trace, value, time = example
+    labels = {"request_id": ident} if trace is None else {"request_id": ident, "trace_id": trace}
+    if len("".join([*labels, *labels.values()])) > EXEMPLAR_CHARACTERS:  # a client's own id may be long
+        if trace is None:
+            return ""
+        labels = {"trace_id": trace}
+    return f" # {label_text(labels)} {value!r} {time:.3f}"
 
 
 def label_text(labels: Mapping[str, str]) -> str:

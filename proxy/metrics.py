@@ -154,10 +154,11 @@ class Metrics(Collector):
         """One closed record. The only place where requests are counted."""
         series = self._by_route.get((record.model, record.tier, record.backend)) or self._find(record)
         outcome = record.outcome
+        trace = None if record.trace is None else record.trace.shown
         series.outcomes[outcome] = series.outcomes.get(outcome, 0) + 1
         if derived.ttft is not None:
             where = series.ttft.add(derived.ttft)
-            series.ttft.examples[where] = (record.request_id, derived.ttft, record.time)
+            series.ttft.examples[where] = (record.request_id, trace, derived.ttft, record.time)
             if derived.upstream_ttft is not None:
                 series.upstream_ttft.add(derived.upstream_ttft)
             if derived.tpot is not None:
@@ -172,7 +173,7 @@ class Metrics(Collector):
                 series.tpot_ratio.add(derived.tpot / record.predicted_tpot)
         if outcome is Outcome.OK:
             where = series.e2e.add(derived.e2e)
-            series.e2e.examples[where] = (record.request_id, derived.e2e, record.time)
+            series.e2e.examples[where] = (record.request_id, trace, derived.e2e, record.time)
         elif outcome is Outcome.CANCELLED:
             self._cancelled[_phase(record)] += 1
         if derived.queue_wait is not None:

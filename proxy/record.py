@@ -17,6 +17,7 @@ import orjson
 from policies.retry import Failure
 from policies.types import BackendView, Drop
 from proxy.errors import ChargedBy, Ending, Hedged, Outcome
+from proxy.tracecontext import Trace
 from proxy.wire.timing import GapHistogram
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
@@ -48,7 +49,7 @@ class Record:
     read. finished_at: last byte written. prompt_tokens, completion_tokens, cached_tokens: usage as reported.
     tool_counts, history_repairs: what was done about tool calls, in the answer and in the request's history.
     status: sent to the client. error: a short word for the kind of failure, no content. decisions: what each attempt was
-    decided from, where that is kept.
+    decided from, where that is kept. trace: the spans it is part of, where they are made.
     """
 
     request_id: str
@@ -115,6 +116,7 @@ class Record:
     bytes_in: int = 0
     bytes_out: int = 0
     decisions: Sequence[Mapping[str, object]] | None = None
+    trace: Trace | None = None
     closed: bool = False
 
     def expect(self, view: BackendView) -> None:
@@ -230,6 +232,7 @@ def _as_dict(record: Record, derived: Measures) -> dict[str, object]:
     return {
         "time": datetime.fromtimestamp(record.time, UTC),
         "request_id": record.request_id,
+        "trace_id": None if record.trace is None else record.trace.hex,
         "api": record.api,
         "path": record.path.partition("?")[0],
         "model": record.model,

@@ -88,6 +88,7 @@ def test_tierline_runs_beside_the_engine_on_its_config(recipe: str) -> None:
     assert service["volumes"] == [f"tierline:{state}", mounted]
     assert "tierline" in whole["volumes"]
     assert config.server.store == f"{state}/keys.db"
+    assert config.telemetry.store == f"{state}/records.db"
     assert service["network_mode"] == "host"
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(
         DEPLOY / "Dockerfile"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from types import ModuleType
 
 import click
@@ -27,6 +28,7 @@ from proxy.errors import ChargedBy, Ending, Hedged, Outcome
 from proxy.metrics import BACKEND_STATES
 from proxy.pool import Pool
 from proxy.record import Record, line
+from proxy.tracecontext import begin
 from proxy.wire import errors as wire_errors
 from tests.fake_clock import FakeClock
 
@@ -192,6 +194,7 @@ def full() -> dict[str, object]:
         **dict.fromkeys(("prompt_tokens_error", "predicted_wait", "predicted_ttft", "predicted_tpot"), 0.5),
         **dict.fromkeys(("reserved_tokens", "charged_tokens", "cached_tokens_estimate"), 5),
         limit="key.tokens_per_minute",
+        trace=begin((), (), 1.0, Random(1)),
         charged_by=ChargedBy.USAGE,
         decisions=[{}],
         **dict.fromkeys(("prompt_tokens_estimate", "prompt_tokens_low", "prompt_tokens_high"), 5),

@@ -39,6 +39,8 @@ LAYERS = (
         "reload",
         "series",
         "histogram",
+        "tracecontext",
+        "spans",
         "decisions",
     ),
     ("attempt", "tap"),
@@ -78,7 +80,12 @@ PURE_FORBIDDEN = frozenset(
     }
 )
 # policies may use the type `Random`, handed in; wire has no use for chance at all.
-OWNERS = {"pydantic": {"config"}, "prometheus_client": {"metrics"}, "valkey": {"sharedlink"}}
+OWNERS = {
+    "pydantic": {"config"},
+    "prometheus_client": {"metrics"},
+    "opentelemetry": {"spans"},
+    "valkey": {"sharedlink"},
+}
 
 
 def module_of(path: Path) -> str:

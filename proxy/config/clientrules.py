@@ -101,6 +101,12 @@ def sharing_is_possible(config: Config) -> Iterator[str]:
         yield "limits.shared.username: needs a password"
 
 
+def spans_are_possible(config: Config) -> Iterator[str]:
+    parts = ("opentelemetry", "opentelemetry.exporter", "opentelemetry.sdk")
+    if config.telemetry.otlp is not None and not all(map(importlib.util.find_spec, parts)):
+        yield "telemetry.otlp: OpenTelemetry's SDK is not installed here: pip install 'tierline[otel]'"
+
+
 def shared_limits_are_exact(config: Config) -> Iterator[str]:
     """The server counts in whole numbers up to 2^53; a bucket in 60 millionths, money in billionths."""
     if config.limits.shared.url is None:
@@ -125,5 +131,6 @@ CLIENT_RULES: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[str]]], .
     (("server", "tenants", "models"), budgets_are_kept),
     (("server", "tenants", "models"), money_has_a_price),
     (("limits",), sharing_is_possible),
+    (("telemetry",), spans_are_possible),
     (("server", "tenants", "models", "limits"), shared_limits_are_exact),
 )

@@ -257,6 +257,8 @@ class Telemetry(Section):
     log_format: Literal["console", "json"] = "console"
     decisions: bool = False
     client_addresses: bool = False
+    otlp: BaseUrl | None = None
+    otlp_sample: Share = 1.0
 
     @property
     def records_path(self) -> Path | None:

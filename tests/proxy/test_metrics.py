@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
+from random import Random
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -30,7 +32,9 @@ from proxy.recorder import Recorder
 from proxy.reload import Reloader
 from proxy.series import LABEL_VALUES
 from proxy.sharedledger import SharedLedger
+from proxy.spans import Spans
 from proxy.tls import Tls, loads_counter
+from proxy.tracecontext import begin
 from proxy.wire.timing import GAP_BUCKETS
 from proxy.wire.toolevents import Counters
 from tests.fake_clock import FakeClock
@@ -130,6 +134,7 @@ def limits() -> Iterator[Counter]:
         [Door("server", FakeClock(), tls=None, trusted=None, seconds=1.0, most=1, good_bye=1.0)]
     )
     yield from RELOADER.counters()
+    yield Spans(FakeClock(), InMemorySpanExporter()).counter()
 
 
 def everything() -> Metrics:
@@ -386,6 +391,24 @@ def test_who_does_not_ask_for_openmetrics_gets_no_exemplars():
 def test_an_id_that_is_too_long_for_an_exemplar_is_left_out():
     assert exemplars(observed(streamed(request_id="x" * 118)))
     assert exemplars(observed(streamed(request_id="x" * 119))) == {}
+
+
+def test_a_bucket_names_the_trace_of_a_request_that_has_spans():
+    sampled, not_sampled = (
+        streamed(request_id="a"),
+        streamed(request_id="b", first_delta_at=1004.0, last_delta_at=1005.0),
+    )
+    sampled.trace, not_sampled.trace = begin((), (), 1.0, Random(1)), begin((), (), 0.0, Random(1))
+    long = streamed(request_id="x" * 128, trace=sampled.trace, first_delta_at=1000.2)
+    text = observed(sampled, not_sampled, long).render(OPENMETRICS)[0].decode()
+    found = [
+        sample.exemplar.labels
+        for family in read_openmetrics(text)
+        for sample in family.samples
+        if sample.exemplar is not None and sample.name.startswith("tierline_time_to_first")
+    ]
+    trace = sampled.trace.hex
+    assert found == [{"trace_id": trace}, {"request_id": "a", "trace_id": trace}, {"request_id": "b"}]
 
 
 def test_both_formats_say_the_same():

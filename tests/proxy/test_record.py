@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -20,6 +21,7 @@ from proxy.record import (
     measures,
 )
 from proxy.recorder import FileWriter, Recorder, write_all
+from proxy.tracecontext import begin
 from proxy.wire.toolevents import Counters
 from proxy.wire.toolrequest import HistoryRepairs
 from tests.fake_clock import FakeClock
@@ -169,7 +171,7 @@ def test_a_record_that_nobody_judged_is_an_internal_fault():
 # --- lines -----------------------------------------------------------------------------------------------
 
 FIELDS = [
-    "time", "request_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
+    "time", "request_id", "trace_id", "api", "path", "model", "target", "tier_asked", "tier", "backend", "reason",
     "drops", "attempts", "in_flight", "failures", "continuation", "hedge", "client", "tenant",
     "key", "limit", "reserved_tokens", "charged_tokens", "charged_by",
     "session", "conversation", "policy", "stream", "tools",
@@ -240,6 +242,8 @@ def test_every_field_of_a_record_reaches_its_line():
             record = replace(plain, hedge=Hedged.LOST)
             without = json.loads(line(record, measures(record)))
             setattr(record, name, {"hedge": Hedged.WON, "hedged_to": "b", "hedged_after": 0.5}[name])
+        if name == "trace":
+            record.trace = begin((), (), 1.0, Random(1))
         if name == "tool_counts":
             record.tool_counts = Counters(xml=2)
         if name == "history_repairs":
