@@ -34,6 +34,20 @@ def tier(facts: RequestFacts, backend: BackendView, params: RouterParams) -> Dro
     return DropReason.TIER
 
 
+def gate(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
+    """The tier demands a passed gate, and this backend passed none, or too long ago.
+
+    Drops when the gate's age in seconds is above the tier's `gate_seconds`, where that is set. No gate: drops.
+    """
+    wanted = facts.tier
+    if not wanted.requires_gate:
+        return None
+    age = backend.gate_age
+    if age is None or (wanted.gate_seconds is not None and age > wanted.gate_seconds):
+        return DropReason.GATE
+    return None
+
+
 def speculation(facts: RequestFacts, backend: BackendView, params: RouterParams) -> DropReason | None:
     """The tier wants tokens that nobody drafted, and this backend drafts. Unknown: counts as not drafting."""
     return DropReason.SPECULATION if facts.tier.no_speculation and backend.speculates else None
@@ -108,6 +122,7 @@ def held(facts: RequestFacts, backend: BackendView, params: RouterParams) -> Dro
 
 FILTERS: tuple[Filter, ...] = (
     tier,
+    gate,
     speculation,
     remote,
     spill,
@@ -136,6 +151,7 @@ def drop_reason(facts: RequestFacts, backend: BackendView, params: RouterParams)
         and backend.in_flight < backend.max_in_flight
         and (window is None or facts.prompt.low <= window)
         and not backend.waiting
+        and not tier.requires_gate
         and not (tier.no_speculation and backend.speculates)
         and (
             (tier.reference or tier.spill is not Spill.NEVER)

@@ -302,6 +302,7 @@ class Fleet:
             cached,
             forecast,
             state.suspect,
+            None if member.gate_at is None else now - member.gate_at,
         )
 
     def cached(self, state: State, facts: RequestFacts, talk: Talk | None) -> float:

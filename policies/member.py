@@ -11,7 +11,8 @@ from policies.profile import Profile
 @dataclass(frozen=True, slots=True)
 class Member:
     """None: unknown. speculates: drafts tokens (None: its profile says). remote: somebody else's, a tier's last resort.
-    block_tokens: its cache's block (None: 784 with a profile, else 16)."""
+    block_tokens: its cache's block (None: 784 with a profile, else 16). gate_at: when it passed `tierline gate`, on the
+    caller's clock."""
 
     name: str
     profile: Profile | None = None
@@ -23,6 +24,7 @@ class Member:
     speculates: bool | None = None
     remote: bool = False
     block_tokens: int | None = None
+    gate_at: float | None = None
 
     @property
     def usable_window(self) -> int | None:

@@ -22,6 +22,7 @@ class DropReason(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     KV_FULL = "kv_full"
     TIER = "tier"
+    GATE = "gate"  # the tier demands a passed gate (`tierline gate`), and this one has none, or an old one
     FULL = "full"
     SPECULATION = "speculation"  # drafts tokens, which the tier excludes
     COLLAPSED = "collapsed"  # speculation collapsed, or is known to, at this context
@@ -83,7 +84,8 @@ class Tier:
 
     no_speculation: only backends that draft no tokens. slo: what it promises, None: nothing, so that nothing is ever
     late. spill: when reference backends help out. last_resort: a remote may serve it when no backend of one's own
-    can; the remote must be of the tier's quality.
+    can; the remote must be of the tier's quality. requires_gate: only backends that passed `tierline gate`, at most
+    gate_seconds ago (None: whenever).
     """
 
     name: str
@@ -93,6 +95,8 @@ class Tier:
     slo: Slo | None = None
     spill: Spill = Spill.SOONER
     last_resort: bool = False
+    requires_gate: bool = False
+    gate_seconds: float | None = None
 
 
 @frozen
@@ -183,7 +187,7 @@ class BackendView:
     speculates: drafts tokens. collapsed: speculation is broken at this request's context. remote: not ours; a last
     resort. held: admission says not now. turn: number of the last request that went there, of all: the lowest has
     waited longest. cached_tokens: of this request's prompt, estimated. forecast: for this request; None: nobody knows.
-    suspect: in doubt until a trial.
+    suspect: in doubt until a trial. gate_age: seconds since it passed `tierline gate`, None: it did not.
     """
 
     name: str
@@ -208,6 +212,7 @@ class BackendView:
     cached_tokens: float = 0.0
     forecast: Forecast | None = None
     suspect: bool = False
+    gate_age: float | None = None
 
 
 @frozen

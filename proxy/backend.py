@@ -61,6 +61,8 @@ class BackendSpec:
     reasoning_parser: str = "backend"
     enforces_choice: bool = False
     history_reasoning: str | None = None
+    gate_passed_at: float | None = None
+    """Seconds since the epoch; None: it passed no gate."""
     tls: TlsConfig | None = None
     """None: it is not asked by TLS."""
 
@@ -80,6 +82,7 @@ class Backend:
         "answers",
         "connections",
         "draining",
+        "gate_at",
         "health",
         "integrity",
         "leaving",
@@ -105,6 +108,8 @@ class Backend:
         self.polled_at: float | None = None
         self.moved_at: float | None = None
         """When its token counters were last seen to move, or it to be idle; None: it has no counters that say."""
+        self.gate_at: float | None = None
+        """When it passed its gate, on the clock."""
         self.stuck = False
         """It is in doubt because nothing came of what it did."""
         profile = spec.profile
@@ -171,6 +176,7 @@ class Backend:
             spec.speculates,
             spec.remote,
             metrics.block_size if metrics is not None else None,
+            self.gate_at,
         )
 
 
@@ -190,8 +196,14 @@ _KEPT = (
 
 def make(config: Config, backend: BackendConfig, clock: Clock) -> Backend:
     """As configured; nothing is asked of it yet. Raises OSError when its certificates cannot be read."""
-    spec = _spec(backend)
-    return Backend(spec, _connections(config, backend, clock))
+    return _made(_spec(backend), _connections(config, backend, clock), clock)
+
+
+def _made(spec: BackendSpec, connections: ConnectionPool, clock: Clock) -> Backend:
+    made = Backend(spec, connections)
+    if spec.gate_passed_at is not None:
+        made.gate_at = clock.now() - (clock.wall() - spec.gate_passed_at)
+    return made
 
 
 def remake(config: Config, before: Mapping[str, Backend], clock: Clock) -> list[Backend]:
@@ -201,12 +213,12 @@ def remake(config: Config, before: Mapping[str, Backend], clock: Clock) -> list[
     for backend in config.backends:
         old, spec = before.get(backend.name), _spec(backend)
         if old is None or old.spec.server != spec.server:
-            made.append(Backend(spec, _connections(config, backend, clock)))
+            made.append(_made(spec, _connections(config, backend, clock), clock))
         elif old.spec == spec:
             made.append(old)
         else:
             shared = old.connections if old.spec.tls == spec.tls else None
-            new = Backend(spec, shared or _connections(config, backend, clock))
+            new = _made(spec, shared or _connections(config, backend, clock), clock)
             new.succeed(old)
             made.append(new)
     return made
@@ -257,5 +269,6 @@ def _spec(backend: BackendConfig) -> BackendSpec:
         reasoning_parser=backend.reasoning_parser,
         enforces_choice=backend.enforces_choice,
         history_reasoning=backend.history_reasoning,
+        gate_passed_at=backend.gate_passed_at,
         tls=backend.tls if parts.scheme == "https" else None,
     )

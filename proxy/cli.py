@@ -23,6 +23,7 @@ from proxy.bench.cli import bench
 from proxy.doctor.cli import doctor
 from proxy.keycommands import keys
 from proxy.logs import set_up_logging
+from proxy.proving.cli import gate
 from proxy.replay.cli import explain, replay
 from proxy.sim.cli import sim
 from proxy.simulate.cli import simulate
@@ -129,6 +130,7 @@ def _load(path: str) -> Config:
 main.add_command(keys)
 main.add_command(bench)
 main.add_command(doctor)
+main.add_command(gate)
 main.add_command(sim)
 main.add_command(replay)
 main.add_command(explain)

@@ -59,7 +59,7 @@ LAYERS = (
     ("owner",),
     ("serve",),
     ("probe",),
-    ("check", "bench", "doctor", "trial"),
+    ("check", "bench", "doctor", "proving"),
     ("cli", "worker"),
     ("__main__",),
 )

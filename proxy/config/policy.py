@@ -66,6 +66,8 @@ class TierConfig(Section):
     last_resort: bool = False
     continuation: Literal["off", "exact", "text"] = "off"
     hedge: HedgeConfig = HedgeConfig()
+    requires_gate: bool = False
+    gate_max_age: Seconds | None = None
 
     @property
     def hedges(self) -> HedgeParams | None:
@@ -84,6 +86,8 @@ class TierConfig(Section):
             slo,
             Spill(self.spill),
             self.last_resort,
+            self.requires_gate,
+            self.gate_max_age,
         )
 
 

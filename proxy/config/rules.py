@@ -149,10 +149,14 @@ def tiers_can_be_served(config: Config) -> Iterator[str]:
     for route in config.routes.values():
         if route.backends and not serving(config, route.backends, route.tier):
             tier = config.tiers[route.tier]
-            wants = "reference weights" if tier.reference else f"kl_bits of at most {tier.max_kl_bits:g}"
+            wants = ["reference weights"] if tier.reference else []
+            if tier.max_kl_bits is not None and not wants:
+                wants = [f"kl_bits of at most {tier.max_kl_bits:g}"]
+            mend = "set their quality" if wants else "set their gate (tierline gate URL --out FILE)"
+            wants += ["a passed gate"] if tier.requires_gate else []
             yield (
-                f'{key_path(("models", route.name))}: tier "{route.tier}" wants {wants}, and none of its '
-                f"backends has that ({', '.join(route.backends)}): set their quality, or another tier"
+                f'{key_path(("models", route.name))}: tier "{route.tier}" wants {" and ".join(wants)}, and none of '
+                f"its backends has that ({', '.join(route.backends)}): {mend}, or another tier"
             )
 
 
@@ -167,8 +171,10 @@ def _fits(config: Config, backend: Backend, tier: str) -> bool:
         return False
     nothing = ContextEstimate(tokens=0, low=0, high=0)
     reference, kl_bits = backend.worth
-    view = BackendView(backend.name, reference=reference, kl_bits=kl_bits)
-    return drop_reason(RequestFacts("", wanted, nothing, 0), view, RouterParams()) is not DropReason.TIER
+    passed = None if backend.gate_passed_at is None else 0.0  # how old it is, is seen when a request comes
+    view = BackendView(backend.name, reference=reference, kl_bits=kl_bits, gate_age=passed)
+    reason = drop_reason(RequestFacts("", wanted, nothing, 0), view, RouterParams())
+    return reason not in (DropReason.TIER, DropReason.GATE)
 
 
 # -- listeners and access ------------------------------------------------------------------------------------

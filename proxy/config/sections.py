@@ -25,6 +25,7 @@ from policies.profile import Profile
 from policies.progress import ProgressParams
 from proxy.config import rules
 from proxy.config.clients import Allowed, ApiKey, Price, Tenant, ToolFormatName
+from proxy.config.measured import GateFile, ProfileFile, ProfileName
 from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
 from proxy.config.shared import SharedSection
 from proxy.config.tls import ListenerTls, Tls
@@ -46,8 +47,6 @@ from proxy.config.values import (
     Network,
     Origin,
     Port,
-    ProfileFile,
-    ProfileName,
     Records,
     RecordStore,
     Seconds,
@@ -156,6 +155,7 @@ class Backend(Section):
     url: BaseUrl
     model: str | None = None
     profile: ProfileName | None = None
+    gate: GateFile | None = None
     key: SecretRef | None = None
     quality: Quality = Quality()
     limits: Limits = Limits()
@@ -187,6 +187,11 @@ class Backend(Section):
         if isinstance(self.profile, ProfileFile):
             return self.profile.profile
         return profiles.get(self.profile) if self.profile in profiles.names() else None
+
+    @property
+    def gate_passed_at(self) -> float | None:
+        """Seconds since the epoch; None: it passed none."""
+        return None if self.gate is None or not self.gate.result.passed else self.gate.result.at
 
     @property
     def worth(self) -> tuple[bool, float | None]:

@@ -29,8 +29,6 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from policies.classic import RANKINGS, own_policy
-from policies.profile import Profile
-from policies.profilefile import BadProfile, read
 from policies.ranking import Ranking
 from proxy.config.problems import ELSEWHERE
 from proxy.wire.forwarded import networks
@@ -97,8 +95,8 @@ def _matches(pattern: str, what: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-_NAME = r"[A-Za-z0-9][\w.:/@+-]{0,127}"
-Name = Annotated[str, _matches(_NAME, "a name of letters, digits and . _ - : / @ +, at most 128")]
+NAME = r"[A-Za-z0-9][\w.:/@+-]{0,127}"
+Name = Annotated[str, _matches(NAME, "a name of letters, digits and . _ - : / @ +, at most 128")]
 HostName = Annotated[
     str, _matches(r"[^\s/\[\]]+", 'a host name or an address without brackets, such as "::"')
 ]
@@ -137,7 +135,7 @@ def _base_url(value: object) -> object:
 BaseUrl = Annotated[str, BeforeValidator(_base_url)]
 
 
-def _context(info: ValidationInfo) -> tuple[Mapping[str, str], Path]:
+def context_of(info: ValidationInfo) -> tuple[Mapping[str, str], Path]:
     context: Mapping[str, Any] = info.context or {}
     return context.get("env", {}), context.get("folder", Path())
 
@@ -145,7 +143,7 @@ def _context(info: ValidationInfo) -> tuple[Mapping[str, str], Path]:
 def _certificates(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, str):
         raise expected("the path of a file")
-    path = _context(info)[1] / value
+    path = context_of(info)[1] / value
     try:
         ssl.create_default_context(cafile=path)
     except ssl.SSLError:
@@ -161,7 +159,7 @@ CertificateFile = Annotated[str, BeforeValidator(_certificates)]
 def _readable(value: object, info: ValidationInfo) -> object:
     if not isinstance(value, str) or not value:
         raise expected("the path of a file")
-    path = _context(info)[1] / value
+    path = context_of(info)[1] / value
     try:
         path.open("rb").close()
     except OSError as error:
@@ -191,7 +189,7 @@ def _records(value: object, info: ValidationInfo) -> object:
         return value
     if not isinstance(value, str) or not value.startswith("file:") or value == "file:":
         raise expected('"stdout", "off" or "file:PATH"')
-    return f"file:{_context(info)[1] / value.removeprefix('file:')}"
+    return f"file:{context_of(info)[1] / value.removeprefix('file:')}"
 
 
 Records = Annotated[str, BeforeValidator(_records)]
@@ -222,7 +220,7 @@ def _store_file(value: object, info: ValidationInfo) -> object:
     """Where it is, not whether it is there: it is made when it is first used."""
     if not isinstance(value, str) or not value:
         raise expected("the path of a file")
-    return str(_context(info)[1] / value)
+    return str(context_of(info)[1] / value)
 
 
 StoreFile = Annotated[str, BeforeValidator(_store_file)]
@@ -268,7 +266,7 @@ def _policy_source(value: object, info: ValidationInfo) -> object:
         return value
     if not isinstance(value, str) or not value.endswith(".py"):
         raise expected('the path of a Python file, such as "my_policy.py"')
-    path = _context(info)[1] / value
+    path = context_of(info)[1] / value
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -284,45 +282,6 @@ def _policy_source(value: object, info: ValidationInfo) -> object:
 
 
 SourceFile = Annotated[PolicySource, PlainValidator(_policy_source)]
-
-
-class ProfileFile(str):
-    """The path of a profile that was measured here (`tierline bench`), read while loading. profile: what it says. Two
-    versions of it are two profiles."""
-
-    profile: Profile
-    text: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ProfileFile) and str(self) == str(other) and self.text == other.text
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash((str(self), self.text))
-
-
-def _profile(value: object, info: ValidationInfo) -> object:
-    if isinstance(value, ProfileFile):
-        return value
-    if not isinstance(value, str) or not value.endswith(".toml"):
-        if not isinstance(value, str) or not re.fullmatch(_NAME, value):
-            raise expected('the name of a profile, or the path of a file such as "measured.toml"')
-        return value
-    path = ProfileFile(_context(info)[1] / value)
-    try:
-        path.text = Path(path).read_text("utf-8")
-        path.profile = read(path.text)
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise broken(f"{path} cannot be read: {why}") from None
-    except BadProfile as error:
-        raise broken(f"{path} is no profile: {error}") from None
-    return path
-
-
-ProfileName = Annotated[str, PlainValidator(_profile)]
 
 
 class Secret:
@@ -355,7 +314,7 @@ class Secret:
 def _read_secret(value: object, info: ValidationInfo) -> Secret:
     if isinstance(value, Secret):
         return value
-    env, folder = _context(info)
+    env, folder = context_of(info)
     source, _, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
     if source not in ("env", "file") or not rest:
         raise broken(

@@ -6,7 +6,7 @@ the backend's table in the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,10 +74,21 @@ class Patient:
         raw = None if body is None else orjson.dumps({"model": self.model, **body})
         return await self.asker.ask(method, path, raw, seconds=seconds)
 
-    async def chat(self, text: str, tokens: int, **more: object) -> Said:
+    async def chat(self, text: str, tokens: int, **more: Any) -> Said:
         """One whole answer. Raises `Unreachable`."""
-        messages = [{"role": "user", "content": text}]
-        answer = await self.ask("POST", CHAT, {"messages": messages, "max_tokens": tokens, **more})
+        return await self.talk([{"role": "user", "content": text}], tokens, **more)
+
+    async def talk(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tokens: int,
+        *,
+        seconds: float | None = None,
+        **more: Any,
+    ) -> Said:
+        """The same of a conversation. seconds: in place of the usual."""
+        body = {"messages": messages, "max_tokens": tokens, **more}
+        answer = await self.ask("POST", CHAT, body, seconds=seconds)
         said = Said(answer.status, answer.body)
         value = plain_json(answer.body)
         if answer.status == 200 and isinstance(value, dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 
@@ -15,7 +17,7 @@ from policies import (
     Tier,
     drop_reason,
 )
-from policies.filters import draining, full, kv_full, prompt_too_long, tier, unhealthy
+from policies.filters import draining, full, gate, kv_full, prompt_too_long, tier, unhealthy
 from tests.policies.build import BALANCED, EXACT, FAST, PARAMS, ask, backend, requests, views
 
 BOUNDED = Tier("bounded", max_kl_bits=0.05)
@@ -59,6 +61,23 @@ def test_tier(wanted: Tier, view: BackendView, dropped: bool, why: str) -> None:
 def test_prompt_too_long(facts: RequestFacts, window: int | None, dropped: bool, why: str) -> None:
     reason = prompt_too_long(facts, backend(window_tokens=window), PARAMS)
     assert (reason is DropReason.PROMPT_TOO_LONG) is dropped, why
+
+
+@pytest.mark.parametrize(
+    ("demands", "age", "dropped"),
+    [
+        ({}, None, False),
+        ({"requires_gate": True}, None, True),
+        ({"requires_gate": True}, 1e9, False),
+        ({"requires_gate": True, "gate_seconds": 60.0}, 60.0, False),
+        ({"requires_gate": True, "gate_seconds": 60.0}, 60.1, True),
+        ({"gate_seconds": 60.0}, None, False),
+    ],
+)
+def test_gate(demands: dict[str, Any], age: float | None, dropped: bool) -> None:
+    facts, view = ask(Tier("t", **demands)), backend(gate_age=age)
+    assert (gate(facts, view, PARAMS) is DropReason.GATE) is dropped
+    assert (drop_reason(facts, view, PARAMS) is DropReason.GATE) is dropped
 
 
 def test_unhealthy() -> None:
@@ -105,6 +124,7 @@ def test_each_filter_is_named_after_its_reason_and_stands_in_the_table() -> None
     elsewhere = {DropReason.TRIED, DropReason.PINNED_ELSEWHERE}  # of the attempt: the router's
     assert [f.__name__ for f in FILTERS] == [
         "tier",
+        "gate",
         "speculation",
         "remote",
         "spill",

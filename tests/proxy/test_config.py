@@ -284,7 +284,7 @@ def test_a_wrong_value_is_named_with_its_place_what_was_expected_and_what_it_got
         (
             "[tiers.a]\nbound = 1",
             "tiers.a.bound: unknown key, known here: reference, max_kl_bits, no_speculation, slo, spill, last_resort, "
-            "continuation, hedge",
+            "continuation, hedge, requires_gate, gate_max_age",
         ),
         ("[pool]\nzzz = 'sk-secret'", "pool.zzz: unknown key, known here: idle_seconds, max_idle"),
     ],
@@ -927,6 +927,8 @@ def test_what_config_toml_has_commented_out_is_valid_when_uncommented(tmp_path: 
     (tmp_path / "my_policy.py").write_text(
         "def score(facts, backend):\n    return {'load': backend.in_flight}\n"
     )
+    passed = '{"format": 1, "at": 1.0, "passed": true, "tests": [{"name": "arithmetic", "passed": true}]}'
+    (tmp_path / "gate.json").write_text(passed)
     env = {
         "TIERLINE_KEY_NOTEBOOKS": "sk-a",
         "TIERLINE_ADMIN_KEY": "sk-b",
