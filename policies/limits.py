@@ -127,11 +127,6 @@ class Bucket:
         over = self.used + amount * MINUTE - self.full
         return -(-over // self.limit) if over > 0 else 0
 
-    def standing(self) -> Standing:
-        used = self.used
-        left = self.full - used
-        return self.limit, left // MINUTE if left > 0 else 0, -(-used // self.limit)
-
 
 class Budget:
     """So much a day or a month. begins, ends: of the span that `spent` belongs to. costs: in money."""
@@ -259,41 +254,58 @@ class Account:
 
     def fits(self, at: int, wall: float, ask: Amount) -> bool:
         """As `refusals`, without saying why: most requests fit. Refills, too. Written out: every request pays for it."""
-        fits = self._most is None or self.running < self._most
-        for bucket, amount in ((self.requests, 1), (self.tokens, ask.tokens)):
-            if bucket is not None:
-                if at > bucket.at:
-                    used = bucket.used - (at - bucket.at) * bucket.limit
-                    bucket.used = used if used > 0 else 0
-                    bucket.at = at
-                if bucket.used + amount * MINUTE > bucket.full:
-                    fits = False
-        if not fits:
-            return False
-        for budget in self.budgets:
-            held, amount = (self.held_cost, ask.cost) if budget.costs else (self.held_tokens, ask.tokens)
-            if not budget.fits(wall, held, amount):
-                return False
-        return True
+        most = self._most
+        fits = most is None or self.running < most
+        bucket = self.requests
+        if bucket is not None:
+            used, past = bucket.used, at - bucket.at
+            if past > 0:
+                used -= past * bucket.limit
+                bucket.used = used = used if used > 0 else 0
+                bucket.at = at
+            if used + MINUTE > bucket.full:
+                fits = False
+        bucket = self.tokens
+        if bucket is not None:
+            used, past = bucket.used, at - bucket.at
+            if past > 0:
+                used -= past * bucket.limit
+                bucket.used = used = used if used > 0 else 0
+                bucket.at = at
+            if used + ask[0] * MINUTE > bucket.full:
+                fits = False
+        if fits and self.budgets:
+            for budget in self.budgets:
+                held, amount = (self.held_cost, ask[1]) if budget.costs else (self.held_tokens, ask[0])
+                if not budget.fits(wall, held, amount):
+                    return False
+        return fits
 
     def take(self, ask: Amount) -> None:
         """As of the last `refill`."""
+        tokens, cost = ask
         self.running += 1
-        self.held_tokens += ask.tokens
-        self.held_cost += ask.cost
+        self.held_tokens += tokens
+        self.held_cost += cost
         if self.requests is not None:
             self.requests.used += MINUTE
         if self.tokens is not None:
-            self.tokens.used += ask.tokens * MINUTE
+            self.tokens.used += tokens * MINUTE
 
     def settle(self, at: int, wall: float, ask: Amount, used: Amount) -> None:
+        tokens, cost = ask
         self.running -= 1
-        self.held_tokens -= ask.tokens
-        self.held_cost -= ask.cost
+        self.held_tokens -= tokens
+        self.held_cost -= cost
         bucket = self.tokens
-        if bucket is not None and used.tokens != ask.tokens:
-            bucket.refill(at)
-            bucket.used = max(0, bucket.used + (used.tokens - ask.tokens) * MINUTE)
+        if bucket is not None and (beyond := used[0] - tokens):
+            past, owed = at - bucket.at, bucket.used
+            if past > 0:
+                owed -= past * bucket.limit
+                owed = owed if owed > 0 else 0
+                bucket.at = at
+            owed += beyond * MINUTE
+            bucket.used = owed if owed > 0 else 0
         for budget in self.budgets:
             if wall >= budget.ends:
                 budget.roll(wall)
@@ -316,10 +328,11 @@ def micros(now: float) -> int:
 
 def enter(accounts: Sequence[Account], now: float, wall: float, ask: Amount) -> Refusal | None:
     """Let a request in that all of these pay for, and take what it asks. A refusal names the limit that frees last."""
-    at = micros(now)
+    at = round(now * MICROS)
     fits = True
     for account in accounts:
-        fits = account.fits(at, wall, ask) and fits  # each is refilled
+        if not account.fits(at, wall, ask):  # each is refilled
+            fits = False
     if fits:
         for account in accounts:
             account.take(ask)
@@ -335,7 +348,7 @@ def refusal(accounts: Sequence[Account], wall: float, ask: Amount) -> Refusal | 
 
 def settle(accounts: Iterable[Account], now: float, wall: float, ask: Amount, used: Amount) -> None:
     """A request that was let in has ended: what it asked for then, and what it used in the end."""
-    at = micros(now)
+    at = round(now * MICROS)
     for account in accounts:
         account.settle(at, wall, ask, used)
 
@@ -347,8 +360,12 @@ def standings(accounts: Iterable[Account]) -> tuple[Standing | None, Standing | 
     for account in accounts:
         bucket = account.requests
         if bucket is not None and (requests is None or (bucket.full - bucket.used) // MINUTE < requests[1]):
-            requests = bucket.standing()
+            used = bucket.used
+            left = bucket.full - used
+            requests = bucket.limit, left // MINUTE if left > 0 else 0, -(-used // bucket.limit)
         bucket = account.tokens
         if bucket is not None and (tokens is None or (bucket.full - bucket.used) // MINUTE < tokens[1]):
-            tokens = bucket.standing()
+            used = bucket.used
+            left = bucket.full - used
+            tokens = bucket.limit, left // MINUTE if left > 0 else 0, -(-used // bucket.limit)
     return requests, tokens

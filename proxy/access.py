@@ -10,10 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 
-from proxy.keystore import digest, hash_of
+from multidict import istr
+
+from proxy.keystore import digest, keyed
 
 _BEARER = re.compile(r"[ \t]*bearer[ \t]+(\S+)[ \t]*", re.IGNORECASE | re.ASCII)
+_AUTHORIZATION = istr("Authorization")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -96,7 +100,7 @@ class Callers:
         used: dict[str, float] | None = None,
     ) -> None:
         self._used = {} if used is None else used
-        self._secret = secret
+        self._keyed = keyed(secret)
         self._by_hash = {hashed: (caller, until) for hashed, caller, until in keys}
         self.required = required or bool(self._by_hash)
 
@@ -105,11 +109,27 @@ class Callers:
 
     def find(self, headers: Mapping[str, str], wall: float) -> Caller | None:
         """Whose key a request carries, in either header; None: nobody's, or it has expired."""
+        given = headers.get(_AUTHORIZATION)
+        if given is not None and given.startswith(
+            "Bearer "
+        ):  # as nearly everybody writes it, without a look at the rest
+            caller = self._find(given[7:], wall)
+            if caller is not None:
+                return caller
         for key in _presented(headers):
-            found = self._by_hash.get(hash_of(digest(key), self._secret))
-            if found is not None:
-                caller, until = found
-                if until is None or wall < until:
-                    self._used[caller.ident or ""] = wall
-                    return caller
+            caller = self._find(key, wall)
+            if caller is not None:
+                return caller
         return None
+
+    def _find(self, key: str, wall: float) -> Caller | None:
+        hashed = self._keyed.copy()  # as `hash_of`
+        hashed.update(sha256(key.encode("utf-8", "surrogateescape")).hexdigest().encode())
+        found = self._by_hash.get(hashed.digest())
+        if found is None:
+            return None
+        caller, until = found
+        if until is not None and wall >= until:
+            return None
+        self._used[caller.ident or ""] = wall
+        return caller

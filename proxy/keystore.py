@@ -96,7 +96,14 @@ def digest(key: str) -> str:
 
 def hash_of(sha256: str, secret: bytes) -> bytes:
     """The keyed hash of a key, from its sha256 in hex."""
-    return hashlib.blake2b(sha256.encode(), key=secret, digest_size=32).digest()
+    hashed = keyed(secret)
+    hashed.update(sha256.encode())
+    return hashed.digest()
+
+
+def keyed(secret: bytes) -> hashlib.blake2b:
+    """The beginning of such a hash."""
+    return hashlib.blake2b(key=secret, digest_size=32)
 
 
 class Store:

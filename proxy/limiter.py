@@ -13,6 +13,7 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from functools import lru_cache
 
 from policies.frozen import frozen
 from policies.limits import BUDGETS, COSTS, NOTHING, Amount, LimitKind, Quota, Refusal, Standing
@@ -20,7 +21,7 @@ from proxy.access import Caller
 from proxy.config import Config, Price
 from proxy.endpoints import UNCOUNTED, Endpoint
 from proxy.errors import ChargedBy, Outcome, ProxyError
-from proxy.ledger import Ledger, Names
+from proxy.ledger import Ledger, LocalLedger, Names
 from proxy.record import Record
 from proxy.upstream import Headers
 from proxy.wire.errors import Api
@@ -108,12 +109,12 @@ class Limiter:
             answer = self._reserve if caller.reserve_tokens is None else caller.reserve_tokens
             answer = most if most is not None and most < answer else answer
         ask = Amount(prompt + answer, 0 if rate is None else cost(rate, prompt, 0, answer))
-        refusal, requests, tokens = await self._ledger.enter(names, ask)
-        headers: Headers = []
-        if requests is not None:
-            headers += _standing(_REQUESTS, requests)
-        if tokens is not None:
-            headers += _standing(_TOKENS, tokens)
+        ledger = self._ledger
+        entry = (
+            ledger.enter_now(names, ask) if type(ledger) is LocalLedger else await ledger.enter(names, ask)
+        )
+        refusal, requests, tokens = entry
+        headers = _standing(requests, tokens)
         record.reserved_tokens = ask.tokens
         if refusal is None:
             return Grant(names, ask, prompt, rate, headers)
@@ -236,16 +237,30 @@ def refused(name: str, refusal: Refusal, headers: Headers) -> ProxyError:
     )
 
 
-_REQUESTS, _TOKENS = (
-    (b"x-ratelimit-limit-" + unit, b"x-ratelimit-remaining-" + unit, b"x-ratelimit-reset-" + unit)
-    for unit in (b"requests", b"tokens")
-)
+def _standing(requests: Standing | None, tokens: Standing | None) -> Headers:
+    """OpenAI's headers, of what is limited a minute. Written out: every request pays for it."""
+    headers: Headers = []
+    if requests is not None:
+        limit, remaining, reset = requests
+        headers += (
+            (b"x-ratelimit-limit-requests", b"%d" % limit),
+            (b"x-ratelimit-remaining-requests", b"%d" % remaining),
+            (b"x-ratelimit-reset-requests", _reset(-(-reset // 1000))),
+        )
+    if tokens is not None:
+        limit, remaining, reset = tokens
+        headers += (
+            (b"x-ratelimit-limit-tokens", b"%d" % limit),
+            (b"x-ratelimit-remaining-tokens", b"%d" % remaining),
+            (b"x-ratelimit-reset-tokens", _reset(-(-reset // 1000))),
+        )
+    return headers
 
 
-def _standing(names: tuple[bytes, bytes, bytes], standing: Standing) -> Headers:
-    """OpenAI's headers, of what is limited a minute."""
-    limit, remaining, reset = standing
-    return [(names[0], b"%d" % limit), (names[1], b"%d" % remaining), (names[2], duration(reset))]
+@lru_cache(4096)
+def _reset(millis: int) -> bytes:
+    """Most are full again in no time, or ask as often as before."""
+    return duration(millis * 1000)
 
 
 def duration(micros: int) -> bytes:

@@ -279,9 +279,7 @@ STEPS = st.lists(
 def state(accounts: list[Account], now: float) -> list[object]:
     for a in accounts:
         a.refill(round(now * 1e6))
-    return [
-        (a.running, a.held_tokens, *(b and b.standing() for b in (a.requests, a.tokens))) for a in accounts
-    ]
+    return [(a.running, a.held_tokens, *standings([a])) for a in accounts]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
