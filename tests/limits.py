@@ -2,6 +2,7 @@
 
     python -m tests.limits                    # two minutes of time that moves only when everybody waits
     python -m tests.limits --clients 500 --seconds 300
+    python -m tests.limits --workers 2        # processes, in real time: see `limits_live`; also --gateways 2
 
 Clients ask again as soon as they may, streamed or not; one in ten leaves in the middle. Every decision of the gateway, in
 the order in which they were made, is made again by plain sums of fractions: who was let in had to fit, who was refused had
@@ -26,6 +27,7 @@ from aiohttp import web
 
 from policies.limits import Amount, Refusal, Standing
 from proxy.app import App
+from proxy.clock import Clock
 from proxy.config import loads
 from proxy.ledger import Entry, LocalLedger, Names
 from tests.agreement import IdleClock, client_session, on_idle_clock
@@ -167,7 +169,7 @@ class Watched(LocalLedger):
 class Backend:
     """Takes its time, and counts whose requests it has at once."""
 
-    clock: IdleClock
+    clock: Clock
     now: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
 
@@ -206,9 +208,15 @@ class Backend:
 
 
 async def client(
-    number: int, clock: IdleClock, session: aiohttp.ClientSession, url: str, until: float, seen: Counter[str]
+    number: int,
+    clock: Clock,
+    session: aiohttp.ClientSession,
+    url: str,
+    until: float,
+    seen: Counter[str],
+    leaves: float = 0.1,
 ) -> None:
-    """Asks as soon as it may, until time is over."""
+    """Asks as soon as it may, until time is over. leaves: how often."""
     rng, key, count = Random(number), KEYS[number % len(KEYS)], 0
     while clock.now() < until:
         count += 1
@@ -219,7 +227,7 @@ async def client(
         headers = {"authorization": f"Bearer sk-{key}", "x-request-id": f"{key}.{number}.{count}"}
         wait = STEP
         asking = asyncio.ensure_future(ask(session, url, body, headers))
-        if rng.random() < 0.1:  # and leaves in the middle
+        if rng.random() < leaves:  # in the middle
             await clock.sleep(rng.randrange(1, 64) * STEP)
             if not asking.done():
                 asking.cancel()
@@ -259,7 +267,7 @@ async def load(clock: IdleClock, *, clients: int, seconds: float) -> Found:
     backend = Backend(clock)
     site = web.Application()
     site.router.add_post("/v1/chat/completions", backend.answer)
-    site.router.add_get("/v1/models", _models)
+    site.router.add_get("/v1/models", models)
     runner = web.AppRunner(site, access_log=None, handler_cancellation=True)
     await runner.setup()
     listener = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
@@ -285,7 +293,7 @@ async def load(clock: IdleClock, *, clients: int, seconds: float) -> Found:
     return Found(seen, ledger, backend.most, left, seconds)
 
 
-async def _models(_: web.Request) -> web.Response:
+async def models(_: web.Request) -> web.Response:
     return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": 100_000}]})
 
 
@@ -313,9 +321,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seconds", type=float, help="120, of processes 20")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="of real processes")
+    parser.add_argument("--gateways", type=int, default=0, metavar="N", help="that share limits")
     options = parser.parse_args()
-    found = on_idle_clock(partial(load, clients=options.clients, seconds=options.seconds))
+    if options.workers or options.gateways:
+        from tests.limits_live import run
+
+        workers, gateways = options.workers or 1, options.gateways or 1
+        seconds = options.seconds or 20.0
+        said, wrong = asyncio.run(
+            run(clients=options.clients, seconds=seconds, workers=workers, gateways=gateways)
+        )
+        print("\n".join(said), *(wrong[:20] or ["within every limit at every moment"]), sep="\n")
+        sys.exit(bool(wrong))
+    found = on_idle_clock(partial(load, clients=options.clients, seconds=options.seconds or 120.0))
     ledger = found.ledger
     for name in LIMITS:
         if name.startswith("key:"):

@@ -27,8 +27,8 @@ WARM_UP, COUNTED = 20, 10
 CALLS_A_REQUEST = 380
 CALLS_A_STREAM = 480
 CALLS_A_STREAM_WITH_TOOLS = 552
-CALLS_OF_A_KEY = 8
-CALLS_OF_LIMITS = 24
+CALLS_OF_A_KEY = 5
+CALLS_OF_LIMITS = 17
 
 KEY = "[server]\nport = 0\n[[server.keys]]\nname = 'k'\nkey = 'env:K'\n"
 LIMITS = "limits = { requests_per_minute = 100000, tokens_per_minute = 100000000, concurrent_requests = 9 }\n"

@@ -8,6 +8,8 @@ import pytest
 
 from tests.agreement import on_idle_clock
 from tests.limits import LIMITS, load, problems
+from tests.limits_live import run
+from tests.valkey import NEEDS_SERVER
 
 
 @pytest.mark.parametrize("seconds", [10.0, pytest.param(120.0, marks=pytest.mark.slow)])
@@ -23,3 +25,10 @@ def test_every_decision_among_200_clients_is_that_of_plain_sums(seconds: float) 
     assert found.ledger.let_in.total() > 100
     assert found.ledger.beyond > 20, "some took more than was reserved"
     assert found.seen["left"] > 5
+
+
+@pytest.mark.slow
+@NEEDS_SERVER
+async def test_two_gateways_in_processes_of_their_own_let_in_what_one_may() -> None:
+    said, wrong = await run(clients=200, seconds=15.0, workers=1, gateways=2)
+    assert wrong == [], said
