@@ -53,7 +53,7 @@ async def run(*, clients: int, seconds: float, workers: int, gateways: int) -> t
             server = ValkeyServer(folder)
             server.start()
             stack.callback(server.stop)
-            text += f'[limits.shared]\nurl = "{server.url}"\non_failure = "closed"\n'
+            text += f'[limits.shared]\nurl = "{server.url}"\non_failure = "closed"\ntimeout = 10\n'
         ports = [free_port() for _ in range(gateways)]
         started = [_start(folder, number, text, port, workers) for number, port in enumerate(ports)]
         stack.callback(_stop_all, started)
@@ -126,7 +126,9 @@ def judge(
         if scope == "key":
             said.append(f"{whose}: {len(came)} let in, at most {most[whose]} at once; limits {limits}")
             at_once = limits.get("concurrent_requests")
-            if at_once is not None and most[whose] != at_once:
+            # Whom other limits hold up, too, need not come so far.
+            short = len(limits) == 1 and most[whose] < (at_once or 0)
+            if at_once is not None and (short or most[whose] > at_once):
                 wrong.append(f"{name}: {most[whose]} at once, and {at_once} may")
     wrong += [f"{word}: {count}" for word, count in seen.items() if word in ("failed", "not told")]
     return said, wrong
