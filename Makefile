@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Test processes beside each other.
 JOBS ?= 2
 
-.PHONY: demo demo-real test test-all test-vllm lint types bench clean
+.PHONY: demo demo-real test test-all test-vllm lint types audit bench clean
 
 demo: $(VENV)/.demo         ## simulated vLLM servers, the gateway, half a minute of traffic, live
 	@$(BIN)/python -m tests.demo
@@ -28,6 +28,9 @@ lint: $(VENV)/.test
 
 types: $(VENV)/.test
 	$(BIN)/mypy
+
+audit: $(VENV)/.test       ## known vulnerabilities of what is installed; asks the advisory database
+	$(BIN)/python -m pip install -q pip-audit && $(BIN)/python -m pip_audit --local --skip-editable --strict
 
 bench: $(VENV)/.test
 	$(BIN)/python -m pytest tests/bench -o addopts= --benchmark-only

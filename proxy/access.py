@@ -76,6 +76,11 @@ class Caller:
     tool_format: str | None = None
     reserve_tokens: int | None = None
 
+    @property
+    def whose(self) -> str | None:
+        """Whose a stored response of its is: the tenant's, which every key has; None: everybody's."""
+        return self.tenant or self.ident
+
     def sees(self, model: str) -> bool:
         return self.models is None or model in self.models
 

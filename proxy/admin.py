@@ -19,8 +19,10 @@ from proxy import __version__
 from proxy.access import KeyRing
 from proxy.config import Config, effective
 from proxy.explain import Memory
+from proxy.origins import refused_by_admin
 from proxy.reload import Reloaded
 from proxy.wire.errors import Api, ErrorInfo, openai_type, render_body
+from proxy.wire.forwarded import Client, client_of, networks
 
 log = logging.getLogger("tierline.admin")
 
@@ -118,9 +120,25 @@ class Admin:
             ring, _ = self._ring = admin_keys(config), config
         return ring
 
+    def _client(self, request: web.Request) -> Client:
+        trusted = networks(self._policy.config.server.trusted_proxies)
+        return client_of(request.remote or "", request.secure, request.raw_headers, trusted)
+
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The key, and one shape for everything that goes wrong."""
+        client = self._client(request)
+        why = refused_by_admin(
+            request.method,
+            request.headers.get("origin"),
+            request.headers.get("sec-fetch-site"),
+            request.headers.get("host"),
+            keyed=bool(self._keys),
+            secure=client.secure,
+            own=self._policy.config.admin.host,
+        )
+        if why is not None:
+            return _error(403, why, "origin_not_allowed")
         if self._keys and request.path not in _OPEN and self._keys.identify(request.headers) is None:
             message = "Incorrect or missing admin key: send it as `Authorization: Bearer KEY`."
             return _error(401, message, "invalid_api_key")
@@ -150,7 +168,7 @@ class Admin:
 
     async def reload(self, request: web.Request) -> web.Response:
         who = self._keys.identify(request.headers) or "without key"
-        done = self._policy.reload(f"asked by {who} from {request.remote}")
+        done = self._policy.reload(f"asked by {who} from {self._client(request).address}")
         if done.problems:
             return _error(409, "; ".join(done.problems), "config_refused")
         return _json({"policy": done.policy, "changed": list(done.changed)})
@@ -188,7 +206,7 @@ class Admin:
             before.get("draining"),
             draining,
             who,
-            request.remote,
+            self._client(request).address,
         )
         return _json(after)
 

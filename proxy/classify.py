@@ -28,6 +28,7 @@ from proxy.owners import Owners
 from proxy.pool import Backend, Pool
 from proxy.record import Record
 from proxy.refusals import tier_forbidden
+from proxy.stored import find_stored, previous, refuse_taken
 from proxy.toolwork import ToolWork, history_edits, nudge, thinking_edits
 from proxy.wire.body import BodyError
 from proxy.wire.coerce import Toolset
@@ -129,7 +130,12 @@ class Classifier:
                     size = body.sizes.text_bytes - body.sizes.media_bytes + body.sizes.tools_bytes
                     link_tokens = prompt.tokens * LINK_BYTES / max(size, LINK_BYTES)
             if body.previous_response_id is not None:
-                pinned = self._owner(body.previous_response_id, route)
+                pinned = previous(self._owners, body.previous_response_id, route, caller)
+            if endpoint.api is Api.RESPONSES and b"request_id" in body.scan.members:
+                try:
+                    refuse_taken(self._owners, body.scan.get_str(b"request_id") or "", caller)
+                except BodyError as error:
+                    raise bad_field(error) from None
         if session is not None:
             record.session_hash = hashlib.blake2b(
                 session.encode("utf-8", "replace"), digest_size=6
@@ -265,35 +271,13 @@ class Classifier:
     ) -> Classified:
         """GET, DELETE or cancel of a stored response: only its maker knows it."""
         ident = endpoint.path.removeprefix(RESPONSES_PREFIX).partition("/")[0]
-        owner = self._owners.find(ident)
-        for route in self._config.routes.values():
-            if owner is not None and owner not in route.backends:
-                continue
-            if (owner is None and len(route.backends) > 1) or not caller.sees(route.name):
-                continue
-            record.model, record.target = route.name, route.target
-            tier = Tier(route.tier)  # what was answered once may be read at any tier
-            streams = "stream=true" in request.query_string
-            facts = RequestFacts(route.name, tier, _NOTHING, 0, stream=streams, expected_output=1.0)
-            record.stream = facts.stream
-            return Classified(facts, route, raw, None, owner)
-        message = f"Response with id '{ident[:100]}' not found."
-        raise ProxyError(Outcome.BAD_REQUEST, 404, message, code="response_not_found", param="response_id")
-
-    def _owner(self, ident: str, route: ModelRoute) -> str | None:
-        owner = self._owners.find(ident)
-        if owner is not None and owner in route.backends:
-            return owner
-        if len(route.backends) == 1:
-            return None
-        message = f"Previous response with id '{ident[:100]}' not found."
-        raise ProxyError(
-            Outcome.BAD_REQUEST,
-            404,
-            message,
-            code="previous_response_not_found",
-            param="previous_response_id",
-        )
+        route, owner = find_stored(self._owners, self._config, ident, caller)
+        record.model, record.target = route.name, route.target
+        tier = Tier(route.tier)  # what was answered once may be read at any tier
+        streams = "stream=true" in request.query_string
+        facts = RequestFacts(route.name, tier, _NOTHING, 0, stream=streams, expected_output=1.0)
+        record.stream = facts.stream
+        return Classified(facts, route, raw, None, owner)
 
     def _route(self, model: str | None, caller: Caller) -> ModelRoute:
         name = model if model is not None else self._only

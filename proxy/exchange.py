@@ -313,7 +313,7 @@ class Exchange:
             if isinstance(relay.reader, ToolChatStream | ContinuedStream):
                 self._count_tools(relay.reader.counters(), relay.reader.calls)
         if plan.api is Api.RESPONSES and relay.response_id is not None and self.record.backend is not None:
-            gateway.owners.learn(relay.response_id, self.record.backend)
+            gateway.owners.learn(relay.response_id, self.record.backend, self.caller.whose)
         return result
 
     def interrupt(self) -> None:
@@ -355,7 +355,7 @@ class Exchange:
         if wrong is not None:
             return wrong
         if answer is not None and endpoint.api is Api.RESPONSES and answer.id is not None:
-            self._gateway.owners.learn(answer.id, backend.name)
+            self._gateway.owners.learn(answer.id, backend.name, self.caller.whose)
         if self.answer.started:  # keep-alive comments went out: the client reads an event stream
             message = f"backend {backend.name} answered without a stream"
             return ProxyError(Outcome.UPSTREAM_MALFORMED, 502, message, type="server_error"), None

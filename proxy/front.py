@@ -21,30 +21,21 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from proxy.clock import Timer
-from proxy.patience import LINGER, SLOWEST
+from proxy.patience import LINGER, SLOWEST, stopped
 from proxy.patience import Patience as Patience
-from proxy.turnaway import STATUS_LINES, TooMany, refusal
-from proxy.wire.errors import Api, ErrorInfo, render_body
+from proxy.turnaway import STATUS_LINES, TooMany, error_page, refusal
 
 log = logging.getLogger("tierline.front")
 
 _LAST_CHUNK = b"0\r\n\r\n"
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class ClientConnection(web.RequestHandler):
     """aiohttp's protocol, plus a word to the answer in progress when the client stops or resumes reading."""
 
     __slots__ = (
-        "_flushed",
-        "_head",
-        "_patience",
-        "_unread",
-        "client",
-        "on_lost",
-        "on_pause",
-        "on_resume",
-        "raw",
+        *("_flushed", "_head", "_patience", "_unread"),
+        *("client", "on_lost", "on_pause", "on_resume", "raw", "taken"),
     )
 
     def __init__(self, manager: web.Server, patience: Patience | None = None, **kwargs: Any) -> None:
@@ -58,6 +49,7 @@ class ClientConnection(web.RequestHandler):
         self._flushed: asyncio.Future[None] | None = None
         self.client: str | None = None  # whom a PROXY header named
         self.raw: asyncio.Transport | None = None  # below TLS
+        self.taken: asyncio.Future[None] | None = None  # done when the client reads again, or is gone
 
     def _unsent(self, transport: asyncio.WriteTransport) -> int:
         """Bytes that the client's kernel has not taken; the transport of TLS does not count what is below it."""
@@ -78,8 +70,9 @@ class ClientConnection(web.RequestHandler):
         await self._flushed
 
     def _set_flushed(self) -> None:
-        if self._flushed is not None and not self._flushed.done():
-            self._flushed.set_result(None)
+        for waits in (self._flushed, self.taken):
+            if waits is not None and not waits.done():
+                waits.set_result(None)
 
     def eof_received(self) -> None:
         """The client is gone. What it left unread would otherwise hold the connection, and the generation with it."""
@@ -89,11 +82,19 @@ class ClientConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         requests = self._request_count
         super().data_received(data)
+        if self.on_pause is not None:
+            self.hear_on()
         if self._request_count != requests:
-            self._head, self._unread = _stopped(self._head), _stopped(self._unread)
+            self._head, self._unread = stopped(self._head), stopped(self._unread)
         elif self._head is None and self._awaits_head and self._patience is not None:
             patience = self._patience
             self._head = patience.clock.call_at(patience.clock.now() + patience.header, self._head_overdue)
+
+    def hear_on(self) -> None:
+        """Who sends more behind a request that runs than is held for it would not be heard going away."""
+        transport = self.transport
+        if transport is not None and not (transport.is_closing() or transport.is_reading()):
+            transport.abort()
 
     @property
     def _awaits_head(self) -> bool:
@@ -119,9 +120,12 @@ class ClientConnection(web.RequestHandler):
     def answered(self, *, kept: bool) -> None:
         """An answer is written. What the client has not taken of it must not wait for ever; kept: the connection is."""
         transport = self.transport
-        if transport is not None and (
-            self._unsent(transport) > (LINGER if kept else 0) or (self.raw and not kept)
-        ):
+        if transport is None:
+            return
+        waits = (
+            transport.get_write_buffer_size() if self.raw is None else self._unsent(transport) + (not kept)
+        )
+        if waits > (LINGER if kept else 0):
             self._linger(transport)
 
     def _linger(self, transport: asyncio.WriteTransport) -> None:
@@ -145,7 +149,7 @@ class ClientConnection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self._head, self._unread = _stopped(self._head), _stopped(self._unread)
+        self._head, self._unread = stopped(self._head), stopped(self._unread)
         self._set_flushed()
         if self.on_lost is not None:
             self.on_lost()
@@ -158,7 +162,7 @@ class ClientConnection(web.RequestHandler):
     def resume_writing(self) -> None:
         super().resume_writing()
         if self.raw is None or (self.transport is not None and not self.transport.is_closing()):
-            self._unread = _stopped(self._unread)
+            self._unread = stopped(self._unread)
         self._set_flushed()
         if self.on_resume is not None:
             self.on_resume()
@@ -173,21 +177,7 @@ class ClientConnection(web.RequestHandler):
         """What aiohttp could not parse, or our handler let through: the API's shape instead of aiohttp's page."""
         if status >= 500:
             log.error("request failed inside the gateway", exc_info=exc)
-            text, kind = "internal error", "server_error"
-        else:
-            text, kind = "The request is not valid HTTP.", "invalid_request_error"
-        info = ErrorInfo(status, text, kind, "bad_http" if status < 500 else None)
-        response = web.Response(
-            status=status, body=render_body(Api.OTHER, info), content_type="application/json"
-        )
-        response.force_close()
-        return response
-
-
-def _stopped(timer: Timer | None) -> Timer | None:
-    if timer is not None:
-        timer.cancel()
-    return None
+        return error_page(status)
 
 
 class Server(web.Server):
@@ -256,12 +246,6 @@ class Server(web.Server):
         )
 
 
-def send_continue(request: web.BaseRequest) -> None:
-    """Answer `Expect: 100-continue`: the low-level server leaves that to us."""
-    if request.transport is not None and request.version >= (1, 1):
-        request.transport.write(_CONTINUE)
-
-
 def _write(transport: asyncio.WriteTransport, head: bytes, body: bytes) -> None:
     """Both in one write; a large body is not copied for it."""
     if len(body) < 16384:
@@ -318,6 +302,9 @@ class Answer(web.StreamResponse):
         """Be told when the client stops reading, when it goes on, and when it is gone."""
         connection = self._connection
         connection.on_pause, connection.on_resume, connection.on_lost = on_pause, on_resume, on_lost
+        transport = connection.transport
+        if on_pause is not None and transport is not None and not transport.is_reading():
+            connection.hear_on()
 
     def send(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """A whole response in one write."""
@@ -415,7 +402,13 @@ class Answer(web.StreamResponse):
         self.watch()
         if not self.finished:
             self.abort()
-        self._connection.answered(kept=bool(self.keep_alive))
+        connection = self._connection
+        connection.answered(kept=bool(self.keep_alive))
+        if (
+            connection._paused and connection.transport is not None
+        ):  # who asks on and reads nothing is not heard
+            connection.taken = asyncio.get_running_loop().create_future()
+            await connection.taken
 
     # -- inside -------------------------------------------------------------------------------------------------
 

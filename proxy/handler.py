@@ -29,7 +29,7 @@ from proxy.exchange import STOPPING, Exchange
 from proxy.explain import Memory
 from proxy.gate import Gate
 from proxy.headers import Cors
-from proxy.intake import ClientsOf, find_endpoint
+from proxy.intake import ClientsOf, find_endpoint, known_page
 from proxy.limiter import Limiter
 from proxy.local import Local
 from proxy.metrics import Metrics
@@ -163,6 +163,8 @@ class Gateway:
         try:
             exchange.authorize()
             endpoint = find_endpoint(request.method, exchange.path)
+            if not self.callers.required and (origin := request.headers.get("origin")) is not None:
+                known_page(origin, self.cors)
             body = await exchange.read_body()
             if not self.turns.take():
                 await self.turns.wait()

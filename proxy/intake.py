@@ -12,8 +12,11 @@ from proxy.access import Caller
 from proxy.clock import Clock
 from proxy.endpoints import Endpoint, find, meant
 from proxy.errors import Outcome, ProxyError
-from proxy.front import Answer, ClientConnection, send_continue
+from proxy.front import Answer, ClientConnection
+from proxy.headers import Cors
+from proxy.origins import refused_by_data
 from proxy.record import Record
+from proxy.turnaway import send_continue
 from proxy.wire.forwarded import Client, Networks, client_of
 
 # What aiohttp unpacks while it reads; anything else would go on as it is, under a header that is gone.
@@ -45,6 +48,17 @@ def known_caller(caller: Caller | None, *, admin: bool) -> Caller:
         headers = (("www-authenticate", "Bearer"),)
         raise ProxyError(Outcome.UNAUTHORIZED, 401, message, code="invalid_api_key", headers=headers)
     return caller
+
+
+def known_page(origin: str, cors: Cors) -> None:
+    """Where no key is asked for, a page that somebody looks at must not spend what is theirs."""
+    if refused_by_data(origin) and not cors.allows(origin):
+        message = (
+            "Pages from this origin may not use this gateway without a key: add it to server.cors_origins."
+        )
+        raise ProxyError(
+            Outcome.BAD_REQUEST, 403, message, code="origin_not_allowed", type="permission_error"
+        )
 
 
 def find_endpoint(method: str, path: str) -> Endpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policies.frozen import frozen
-from proxy.clock import Clock
+from proxy.clock import Clock, Timer
 
 SLOWEST = 1024
 """Bytes a second that a client must take of an answer that waits for it."""
@@ -21,3 +21,10 @@ class Patience:
     header: float = 10.0
     idle: float = 60.0
     connections: int = 4096
+
+
+def stopped(timer: Timer | None) -> Timer | None:
+    """The timer, cancelled: for the place that it was kept in."""
+    if timer is not None:
+        timer.cancel()
+    return None

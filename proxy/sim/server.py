@@ -20,7 +20,7 @@ from policies import profile as profiles
 from policies.engine import Engine, EngineConfig, Request
 from policies.profile import Profile
 from proxy.clock import Clock, Timer
-from proxy.front import Answer, Server, send_continue
+from proxy.front import Answer, Server
 from proxy.sim import shapes
 from proxy.sim.ask import Ask, Json, Refused, check_model, error, fit, parse, read, render
 from proxy.sim.drive import Drive
@@ -31,6 +31,7 @@ from proxy.sim.reply import ENGINE_DEAD, Choice, Headers, Identity, Reply, Strea
 from proxy.sim.resume import resumed
 from proxy.sim.shapes import Counts
 from proxy.sim.text import Tokenizer
+from proxy.turnaway import send_continue
 
 log = logging.getLogger("tierline.sim")
 JSON = (b"content-type", b"application/json")

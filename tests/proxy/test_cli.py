@@ -243,7 +243,7 @@ def test_json_logs_are_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> 
     out, err = capsys.readouterr()
     first, second = (json.loads(line) for line in err.splitlines())
     assert out == ""
-    assert first["message"] == "two\nlines of ünïcode"
+    assert first["message"] == "two\\nlines of ünïcode"
     assert (first["level"], first["logger"]) == ("info", "tierline.test")
     assert second["level"] == "error"
     assert second["traceback"].endswith("ValueError: why")

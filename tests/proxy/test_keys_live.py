@@ -214,6 +214,7 @@ async def test_a_stored_response_of_a_model_that_a_key_may_not_see_is_not_there(
     keys = [make_key(gateway, store, "none", models=["x"]), make_key(gateway, store, "all")]
     await gateway.app.keys.turn()
     backend.default = json_answer({"id": "resp_1", "object": "response"})
+    await gateway.ask("/v1/responses", {"model": "tiny", "input": "x"}, headers=bearer(keys[1]))
     found = [await gateway.ask("/v1/responses/resp_1", headers=bearer(text)) for text in keys]
     assert [response.status for response in found] == [404, 200]
     assert found[0].json["error"]["code"] == "response_not_found"
