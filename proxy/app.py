@@ -48,6 +48,7 @@ from proxy.pool import Pool
 from proxy.recorder import FileWriter, Recorder, Write, write_stdout
 from proxy.recordstore import RecordStore
 from proxy.reload import Reloader
+from proxy.requestlog import request_log
 from proxy.sharedledger import SharedLedger
 from proxy.spans import spans_for
 from proxy.tls import Tls, loads_counter
@@ -142,9 +143,9 @@ class App:
             recorder=self.recorder,
             clients=_clients(config),
         )
-        self.spans = spans_for(config, self.clock)
-        if self.spans is not None:
-            self.gateway.spans, self.gateway.told = self.spans, (self.spans.add,)
+        self.spans = self.gateway.spans = spans_for(config, self.clock)
+        self._hearers = [one for one in (self.spans, request_log(config, self.clock)) if one is not None]
+        self.gateway.told = tuple(one.add for one in self._hearers)
         self.keys = Keys(config, self.clock, ledger, self._keys_changed)
         self.metrics.counters, self.metrics.gauges = self._counters, self.reloader.gauges
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
@@ -410,8 +411,8 @@ class App:
         if self.shared is not None:
             await self.shared.close()
         await self.pool.close()
-        if self.spans is not None:
-            await self.spans.close()
+        for told in self._hearers:
+            await told.close()
         await self.recorder.close()
         if isinstance(self._write, FileWriter):
             self._write.close()

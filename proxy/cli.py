@@ -27,6 +27,7 @@ from proxy.proving.cli import gate
 from proxy.replay.cli import explain, replay
 from proxy.sim.cli import sim
 from proxy.simulate.cli import simulate
+from proxy.top.cli import top
 
 if TYPE_CHECKING:
     from proxy.config import Config
@@ -135,3 +136,4 @@ main.add_command(sim)
 main.add_command(replay)
 main.add_command(explain)
 main.add_command(simulate)
+main.add_command(top)

@@ -10,13 +10,9 @@ Rules
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -25,10 +21,11 @@ from urllib.parse import urlsplit
 from multidict import MultiMapping
 
 from proxy import __version__
-from proxy.clock import Clock, Timer
+from proxy.clock import Clock
 from proxy.config import Config
 from proxy.errors import Outcome
 from proxy.record import Measures, Record
+from proxy.recorder import Batches
 from proxy.tracecontext import Attempt, Trace, begin
 
 if TYPE_CHECKING:
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import SpanContext
-
-log = logging.getLogger("tierline.spans")
 
 TRACES_PATH = "/v1/traces"
 OPERATIONS = {
@@ -94,17 +89,11 @@ class Spans:
         flush_seconds: float = 1.0,
         capacity: int = 10_000,
     ) -> None:
-        self._clock, self._exporter, self._ratio = clock, exporter, ratio
+        self._exporter, self._ratio = exporter, ratio
         self._addresses: Mapping[str, str] = {}
-        self._flush_seconds, self._capacity = flush_seconds, capacity
         self._rng = Random()
-        self._waiting: deque[Record] = deque()
-        self._timer: Timer | None = None
-        self._exporting: Future[None] | None = None
-        self._failing = self._closed = False
         self._resource = _resource()
-        self.dropped = 0
-        """Requests whose spans were not exported."""
+        self.records = Batches(clock, self._export, "spans", flush_seconds, capacity)
 
     def configure(self, config: Config) -> None:
         """Where the backends are."""
@@ -119,74 +108,27 @@ class Spans:
         """Take a closed record. Never blocks."""
         if record.trace is None or not record.trace.sampled:
             return
-        if self._closed or len(self._waiting) >= self._capacity:
-            self.dropped += 1
-            return
-        self._waiting.append(record)
-        if self._timer is None:
-            self._arm()
+        if self.records.room():
+            self.records.put(record)
 
     def counter(self) -> Counted:
         text = "Requests whose spans were not exported: the collector is slow or away."
-        return "tierline_spans_dropped", text, (), [((), self.dropped)]
+        return "tierline_spans_dropped", text, (), [((), self.records.dropped)]
 
-    def _arm(self) -> None:
-        self._timer = self._clock.call_at(self._clock.now() + self._flush_seconds, self._flush)
-
-    def _flush(self) -> None:
-        self._timer = None
-        if self._exporting is not None and not self._exporting.done():
-            self._arm()  # the collector is slow: the next batch waits, bounded by the capacity
-        elif self._waiting:
-            self._start()
-
-    def _start(self) -> None:
-        records, self._waiting = self._waiting, deque()
-        self._exporting = Future()
-        self._exporting.set_running_or_notify_cancel()
-        # Not a pool: a pool's thread that hangs at a collector would keep the process alive.
-        threading.Thread(target=self._run, args=(records, self._exporting), name="spans", daemon=True).start()
-
-    def _run(self, records: Sequence[Record], done: Future[None]) -> None:
+    def _export(self, records: Sequence[Record]) -> None:
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        failed: object = None
         try:
-            spans = [
-                _readable(span, self._resource) for r in records for span in spans_of(r, self._addresses)
-            ]
-            if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-                failed = "the collector did not take them"
+            spans = [_readable(one, self._resource) for r in records for one in spans_of(r, self._addresses)]
+            done = self._exporter.export(spans)
         except Exception as error:  # an exporter may raise what it likes
-            failed = error
-        if failed is not None:
-            self.dropped += len(records)
-            if not self._failing:
-                log.error("spans cannot be exported and are dropped: %s", failed)
-        elif self._failing:
-            log.warning("spans are exported again; those of %d requests were dropped so far", self.dropped)
-        self._failing = failed is not None
-        done.set_result(None)
+            raise OSError(str(error)) from error
+        if done is not SpanExportResult.SUCCESS:
+            raise OSError("the collector did not take them")
 
-    async def close(self, timeout_seconds: float = 5.0) -> None:
-        """Export what is left; gives up after `timeout_seconds`. Later calls do nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        try:
-            async with self._clock.timeout_at(self._clock.now() + timeout_seconds):
-                if self._exporting is not None:
-                    await asyncio.wrap_future(self._exporting)
-                if self._waiting:
-                    self._start()
-                    assert self._exporting is not None
-                    await asyncio.wrap_future(self._exporting)
-        except TimeoutError:
-            self.dropped += len(self._waiting)
-            log.error("spans could not be exported within %g s", timeout_seconds)
+    async def close(self) -> None:
+        """Export what is left, within five seconds. Later calls do nothing."""
+        await self.records.close()
         self._exporter.shutdown()
 
 

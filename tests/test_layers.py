@@ -42,6 +42,7 @@ LAYERS = (
         "histogram",
         "tracecontext",
         "spans",
+        "requestlog",
         "decisions",
     ),
     ("attempt", "tap"),
@@ -60,7 +61,7 @@ LAYERS = (
     ("owner",),
     ("serve",),
     ("probe",),
-    ("check", "bench", "doctor", "proving"),
+    ("check", "bench", "doctor", "proving", "top"),
     ("cli", "worker"),
     ("__main__",),
 )

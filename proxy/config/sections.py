@@ -260,6 +260,7 @@ class Telemetry(Section):
     keep_mb: Megabytes = 1000.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["console", "json"] = "console"
+    log_requests: bool = False
     decisions: bool = False
     client_addresses: bool = False
     otlp: BaseUrl | None = None

@@ -186,9 +186,9 @@ def test_names_that_clients_make_up_are_bounded_and_in_utf8() -> None:
     spans = Spans(FakeClock(), exporter)
     record = closed(model="\ud800" + "x" * 5000)
     spans.add(record, measures(record))
-    spans._start()
-    assert spans._exporting is not None
-    spans._exporting.result(5)
+    spans.records._start()
+    assert spans.records.writing is not None
+    spans.records.writing.result(5)
     (span,) = exporter.get_finished_spans()
     assert len(span.name) == 200
     span.name.encode()
@@ -305,15 +305,15 @@ async def test_a_collector_that_hangs_costs_spans_and_no_memory(caplog: pytest.L
     assert exporter.began.wait(5)
     for _ in range(50):
         spans.add(closed(), measures(closed()))
-    assert (len(spans._waiting), spans.dropped) == (10, 40)
+    assert (len(spans.records._waiting), spans.records.dropped) == (10, 40)
     exporter.go.set()
     await spans.close()
-    assert spans.dropped == 55
+    assert spans.records.dropped == 55
     assert [record.message for record in caplog.records] == [
-        "spans cannot be exported and are dropped: the collector did not take them"
+        "spans cannot be written and are dropped: the collector did not take them"
     ]
     spans.add(closed(), measures(closed()))
-    assert spans.dropped == 56  # it is closed
+    assert spans.records.dropped == 56  # it is closed
 
 
 class Broken(SpanExporter):
@@ -325,7 +325,7 @@ async def test_an_exporter_that_raises_is_one_that_is_away(caplog: pytest.LogCap
     spans = Spans(FakeClock(), Broken())
     spans.add(closed(), measures(closed()))
     await spans.close()
-    assert spans.dropped == 1
+    assert spans.records.dropped == 1
     assert "dropped: no" in caplog.text
 
 
@@ -333,7 +333,7 @@ def test_what_is_not_sampled_is_not_kept() -> None:
     spans = Spans(FakeClock(), InMemorySpanExporter())
     spans.add(closed(trace=None), measures(closed()))
     spans.add(closed(trace=begin((), (), 0.0, Random(1))), measures(closed()))
-    assert not spans._waiting
+    assert not spans.records._waiting
 
 
 def test_a_collector_without_the_sdk_is_a_mistake_that_says_what_to_install(
