@@ -10,6 +10,7 @@ whose whole last prompt it begins with). Everything is bounded; who is forgotten
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from math import exp, log
 
 from policies.params import WorkingSetParams
@@ -115,6 +116,10 @@ class WorkingSet:
 
     def get(self, key: str | None) -> Talk | None:
         return self._talks.get(key) if key is not None else None
+
+    def latest(self, count: int) -> list[Talk]:
+        """Those whose turn began last, the latest first."""
+        return list(islice(reversed(self._talks.values()), count))
 
     def habits(self, facts: RequestFacts) -> Habits:
         """Of the request's kind."""

@@ -62,6 +62,17 @@ class Stories(Protocol):
     def find(self, request_id: str) -> dict[str, object] | None: ...
 
 
+class Pages(Protocol):
+    """Further addresses of the listener: the live page."""
+
+    @property
+    def open_paths(self) -> frozenset[str]:
+        """Those that need no key."""
+        ...
+
+    def add_routes(self, app: web.Application) -> None: ...
+
+
 @dataclass(slots=True)
 class Unchanging:
     """A configuration that did not come from a file."""
@@ -78,9 +89,11 @@ def admin_app(
     metrics: Exposition,
     policy: PolicyAdmin | None = None,
     stories: Stories | None = None,
+    pages: Pages | None = None,
 ) -> web.Application:
     """The routes, with their key and their errors."""
-    admin = Admin(pool, metrics, policy or Unchanging(config), stories or Memory())
+    open_paths = _OPEN if pages is None else _OPEN | pages.open_paths
+    admin = Admin(pool, metrics, policy or Unchanging(config), stories or Memory(), open_paths)
     app = web.Application(middlewares=[admin.guard])
     app.router.add_get("/health", admin.health)
     app.router.add_get("/version", admin.version)
@@ -92,6 +105,8 @@ def admin_app(
     app.router.add_post("/admin/backends/{name}/undrain", admin.undrain)
     if config.admin.metrics_on in ("admin", "both"):
         app.router.add_get("/metrics", admin.metrics)
+    if pages is not None:
+        pages.add_routes(app)
     return app
 
 
@@ -104,7 +119,9 @@ class Admin:
         metrics: Exposition,
         policy: PolicyAdmin,
         stories: Stories,
+        open_paths: frozenset[str] = _OPEN,
     ) -> None:
+        self._open_paths = open_paths
         self._policy = policy
         self._stories = stories
         self._pool = pool
@@ -139,7 +156,11 @@ class Admin:
         )
         if why is not None:
             return _error(403, why, "origin_not_allowed")
-        if self._keys and request.path not in _OPEN and self._keys.identify(request.headers) is None:
+        if (
+            self._keys
+            and request.path not in self._open_paths
+            and self._keys.identify(request.headers) is None
+        ):
             message = "Incorrect or missing admin key: send it as `Authorization: Bearer KEY`."
             return _error(401, message, "invalid_api_key")
         try:

@@ -45,7 +45,7 @@ from proxy.local import Local
 from proxy.metrics import Counter, Metrics
 from proxy.owners import Owners
 from proxy.pool import Pool
-from proxy.recorder import FileWriter, Recorder, Write, write_stdout
+from proxy.recorder import FileWriter, Recorder, Write, writer_for
 from proxy.recordstore import RecordStore
 from proxy.reload import Reloader
 from proxy.requestlog import request_log
@@ -53,6 +53,7 @@ from proxy.sharedledger import SharedLedger
 from proxy.spans import spans_for
 from proxy.tls import Tls, loads_counter
 from proxy.tokenizer import Tokenizer
+from proxy.ui.routes import Sources, Ui
 from proxy.wire.forwarded import networks
 
 log = logging.getLogger("tierline")
@@ -90,7 +91,7 @@ class App:
         self.clock = clock or LoopClock()
         self.reloader = Reloader(config, self.configure, self.clock)
         self._watch: asyncio.Task[None] | None = None
-        self._write = _writer(config)
+        self._write = writer_for(config)
         self._store = _store(config, self.clock)
         self.recorder = Recorder(self.clock, parts.writes(self._write), self._store)
         self.pool = parts.pool(
@@ -151,6 +152,8 @@ class App:
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
         self.metrics.estimate_errors = self._estimate_errors
         self.health = HealthPoller(config, self.clock, self.pool, Random(rng.getrandbits(64)))
+        memory, waiting = self.gateway.memory, self.gate.waiting
+        self.ui = Ui(Sources(self.clock, self.pool, self.reloader, memory, waiting, self.ledger))
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
@@ -168,7 +171,9 @@ class App:
             await self._open(listeners)
             if config.admin.enabled:
                 runner = AppRunner(
-                    admin_app(config, self.pool, self.exposition(), self.reloader, self.gateway.memory),
+                    admin_app(
+                        config, self.pool, self.exposition(), self.reloader, self.gateway.memory, self.ui
+                    ),
                     access_log=None,
                     handle_signals=False,
                     shutdown_timeout=1.0,
@@ -408,6 +413,7 @@ class App:
             door.close()
         for runner in reversed(self._runners):
             await runner.cleanup()
+        await self.ui.close()
         if self.shared is not None:
             await self.shared.close()
         await self.pool.close()
@@ -434,13 +440,6 @@ def _clients(config: Config) -> ClientsOf | None:
 
 def _router(config: Config) -> TracingRouter:
     return TracingRouter(config.policy.router, config.policy.ranking, exact=config.telemetry.decisions)
-
-
-def _writer(config: Config) -> Write | None:
-    path = config.telemetry.records_path
-    if path is not None:
-        return FileWriter(str(path))
-    return write_stdout if config.telemetry.records == "stdout" else None
 
 
 def _store(config: Config, clock: Clock) -> RecordStore | None:

@@ -362,6 +362,8 @@ class Pool:
                     "connections": self.opened(backend.name),
                     "tool_integrity": round(backend.integrity, 4),
                     "failures_in_a_row": backend.health.failures + backend.health.errors,
+                    "predicted_ttft_seconds": view.forecast.ttft if view.forecast is not None else None,
+                    "predicted_tpot_seconds": view.forecast.tpot if view.forecast is not None else None,
                     "remote": view.remote,
                     **{key: round(figures[view.name][key], 4) for key in FIGURES},
                 }

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from proxy.clock import Clock, Timer
+from proxy.config import Config
 from proxy.record import Measures, Record, line
 from proxy.recordrow import Row, row
 
@@ -234,3 +235,11 @@ def write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def writer_for(config: Config) -> Write | None:
+    """Where lines go, as configured."""
+    path = config.telemetry.records_path
+    if path is not None:
+        return FileWriter(str(path))
+    return write_stdout if config.telemetry.records == "stdout" else None

@@ -55,7 +55,7 @@ LAYERS = (
     ("textway",),
     ("failover", "continuing", "hedging"),
     ("exchange",),
-    ("handler", "admin"),
+    ("handler", "admin", "ui"),
     ("remote", "seat"),
     ("app", "sim", "simulate", "replay", "keycommands"),
     ("owner",),

@@ -13,7 +13,7 @@ from random import Random
 
 from policies import Member, PolicyParams, Router
 from policies.engine import BLOCK_TOKENS
-from policies.simulation import Conversation, Machine, Score, Simulation, Traffic, Turn, judge, score
+from policies.simulation import Conversation, Machine, Score, Served, Simulation, Traffic, Turn, judge, score
 from policies.simulation.machines import Running
 from policies.simulation.players import Live, Make
 from policies.types import Tier
@@ -59,8 +59,16 @@ def machines(config: Config) -> tuple[Machine, ...]:
 
 def run(found: Traffic, config: Config, seed: int = 0) -> Score:
     """The traffic under this configuration's policy."""
+    return scored(turns(found, config, seed), found, config)
+
+
+def turns(found: Traffic, config: Config, seed: int = 0) -> list[Served]:
+    """What became of each."""
+    return Simulation(machines(config), found, _player(config), Random(seed)).run()
+
+
+def scored(served: Sequence[Served], found: Traffic, config: Config) -> Score:
     fleet = machines(config)
-    served = Simulation(fleet, found, _player(config), Random(seed)).run()
     return score(served, fleet, judge(fleet), found.warm_up, found.seconds)
 
 

@@ -63,12 +63,13 @@ def _lines(path: Path) -> Iterator[Recorded]:
             if not text.strip():
                 continue
             try:
-                yield _record(orjson.loads(text))
+                yield recorded(orjson.loads(text))
             except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
                 raise BadRecords(f"line {number} is no record of Tierline: {error!r}") from None
 
 
-def _record(data: dict[str, Any]) -> Recorded:
+def recorded(data: dict[str, Any]) -> Recorded:
+    """A record, from the keys of its line. Raises KeyError, TypeError or ValueError."""
     return Recorded(
         data["request_id"],
         datetime.fromisoformat(data["time"]).timestamp(),

@@ -55,7 +55,8 @@ async def demo(fleet: Fleet, options: argparse.Namespace, console: Console) -> N
             await stack.enter_async_context(server)
         folder = folder_of(fleet, options.port, stack)
         records = folder / "records.jsonl"
-        records.unlink(missing_ok=True)
+        for old in (records, *folder.glob("records.db*")):
+            old.unlink(missing_ok=True)
         port = options.port or free_port()
         admin_port = free_port() if taken(port + 1) else port + 1
         config = folder / "config.toml"
@@ -146,8 +147,9 @@ def things_to_try(console: Console, model: str, url: str, admin_port: int) -> No
         f'{{"model": "{model}", "stream": true, "max_tokens": 40, '
         '"messages": [{"role": "user", "content": "Hi"}]}'
     )
-    console.print("\nStill serving; Ctrl-C ends it. Three things to try:", style="bold")
+    console.print("\nStill serving; Ctrl-C ends it. Four things to try:", style="bold")
     for line in (
+        f"open http://127.0.0.1:{admin_port}/ui   # the live page",
         f"curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{asked}'",
         f"curl -s {url}/metrics | grep tierline_time",
         f"curl -s http://127.0.0.1:{admin_port}/admin/backends",

@@ -20,6 +20,7 @@ port = {admin_port}
 
 [telemetry]
 records = "file:{records}"
+decisions = true                # the live page can replay them under another policy
 log_level = "warning"
 
 [health]
