@@ -26,13 +26,13 @@ class KeyRing:
 
     def __init__(self, keys: Iterable[tuple[str, str]]) -> None:
         self._names: dict[str, str] = {}
-        for name, sha256 in keys:
-            sha256 = sha256.lower()
-            if not _DIGEST.fullmatch(sha256):
+        for name, given in keys:
+            found = given.lower()
+            if not _DIGEST.fullmatch(found):
                 raise ValueError(f"key {name!r}: expected a sha256 digest of 64 hex digits")
-            if sha256 in self._names:
-                raise ValueError(f"keys {self._names[sha256]!r} and {name!r} are the same key")
-            self._names[sha256] = name
+            if found in self._names:
+                raise ValueError(f"keys {self._names[found]!r} and {name!r} are the same key")
+            self._names[found] = name
 
     def __len__(self) -> int:
         return len(self._names)
