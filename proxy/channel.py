@@ -4,7 +4,8 @@ Rules
 1. A message is a tuple: its kind (a number of `Kind`), then plain values (None, bool, int, float, str, bytes, tuples of
    them). What is more than that travels as bytes (`pack`): both ends run the same code, and nobody else can write here.
 2. A frame is its length (4 bytes) and the messages of one turn of the event loop: all that is said in a turn goes out
-   together, in the order in which it was said. Nothing is said of a chunk.
+   together, in the order in which it was said. Nothing is said of a chunk. What nobody waits for (an end, while no request
+   waits for a place) goes out with what is said next, or a millisecond later.
 3. Whoever finds the other end gone is told once (`lost`); what is said from then on is dropped.
 """
 
@@ -19,10 +20,13 @@ from collections.abc import Callable, Iterator
 from struct import Struct
 from typing import Any, cast
 
+from proxy.clock import Clock
+
 log = logging.getLogger("tierline.workers")
 
 Message = tuple[Any, ...]
 _LENGTH = Struct("<I")
+LATER_SECONDS = 0.001
 
 
 class Kind:
@@ -51,7 +55,7 @@ class Kind:
     CLOSED = 23  # a client's connection
     LEAVING = 22  # it takes no more connections
     # The owner answers.
-    GO = 30  # number, backend, reason, cached tokens, forecast, drops, trace
+    GO = 30  # number, backend, reason, cached tokens, forecast, drops, trace, whether others wait
     WAIT = 31  # number, seconds, reason
     SHED = 32  # number, reason, retry_after, drops, trace
     NOTHING = 33  # number
@@ -118,10 +122,12 @@ class Channel(asyncio.Protocol):
 
     def __init__(
         self,
+        clock: Clock,
         handlers: dict[int, Callable[..., None]],
         lost: Callable[[], None],
         failed: Callable[[Message], None] = lambda message: None,
     ) -> None:
+        self._clock = clock
         self._handlers = handlers
         self._lost = lost
         self._failed = failed
@@ -129,16 +135,30 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._frames = Frames()
         self._out: list[Message] = []
+        self._due = self._later = False
+        """A flush is coming: in this turn; within LATER_SECONDS."""
 
     def say(self, *message: Any) -> None:
         """With everything else that is said in this turn of the loop."""
-        out = self._out
-        if not out:
+        if not self._due:
+            self._due = True
             self._loop.call_soon(self.flush)
-        out.append(message)
+        self._out.append(message)
+
+    def mention(self, *message: Any) -> None:
+        """With whatever is said next, and within LATER_SECONDS at the latest: a write less where much is said."""
+        if not self._later:
+            self._later = True
+            self._clock.call_at(self._clock.now() + LATER_SECONDS, self._flush_later)
+        self._out.append(message)
+
+    def _flush_later(self) -> None:
+        self._later = False
+        self.flush()
 
     def flush(self) -> None:
         """Now."""
+        self._due = False
         out, self._out = self._out, []
         if out and self._transport is not None:
             self._transport.write(frame(out))

@@ -125,6 +125,11 @@ class Gate:
         self._admission.configure(self._clock.now(), router, params, names)
         self.pump()
 
+    @property
+    def crowded(self) -> bool:
+        """Somebody waits."""
+        return bool(self._waiting)
+
     def waiting(self) -> dict[tuple[str, int], int]:
         """(tier, priority) → how many are in line."""
         return self._admission.waiting()

@@ -38,8 +38,10 @@ Then = Callable[[Any], None]
 class Link:
     """The channel to the owner, and who waits for what. gone: called when the owner is."""
 
-    def __init__(self, gone: Callable[[], None]) -> None:
+    def __init__(self, clock: Clock, gone: Callable[[], None]) -> None:
         self._gone = gone
+        self.crowded = False
+        """Somebody waited for a place when the owner last said so."""
         self._numbers = count(1)
         self._asked: dict[int, Then] = {}
         self._queued: dict[int, Callable[[Wait], None]] = {}
@@ -53,8 +55,8 @@ class Link:
             Kind.PAGES: self._pages,
             Kind.ERROR: self._error,
         }
-        self.channel = Channel(self.handlers, self._lost)
-        self.say = self.channel.say
+        self.channel = Channel(clock, self.handlers, self._lost)
+        self.say, self.mention = self.channel.say, self.channel.mention
 
     def ask(self, then: Then, kind: int, *words: Any) -> int:
         """`then` is called with the answer; with None when there is none to be had."""
@@ -105,12 +107,14 @@ class Link:
             then(said)
 
     def _go(self, number: int, *words: Any) -> None:
+        self.crowded = words[6]
         self._tell(number, words)
 
     def _shed(self, number: int, reason: str, after: int, drops: Any, trace: bytes | None) -> None:
         self._tell(number, Refused(shed_in(reason, after, drops), trace_in(trace)))
 
     def _wait(self, number: int, seconds: float, reason: str) -> None:
+        self.crowded = True
         queued = self._queued.get(number)
         if queued is not None:
             queued(Wait(seconds, ShedReason(reason)))
@@ -206,11 +210,12 @@ class RemoteGate(Gate):
         return said
 
     def first_token(self, id: int) -> None:
-        self._link.say(Kind.FIRST, id)
+        link = self._link
+        (link.say if link.crowded else link.mention)(Kind.FIRST, id)
 
     def finish(self, id: int, result: Result) -> None:
-        r = result
-        self._link.say(
+        r, link = result, self._link
+        (link.say if link.crowded else link.mention)(
             Kind.FINISH, id, r.ok, r.prompt_tokens, r.completion_tokens, r.cached_tokens, r.calls_ok
         )
 
@@ -221,7 +226,7 @@ class MirrorPool(Pool):
     link: Link
 
     def answered(self, by: Backend) -> None:
-        self.link.say(Kind.ANSWERED, by.name, by.spec.url)
+        self.link.mention(Kind.ANSWERED, by.name, by.spec.url)
 
     def failed(self, by: Backend, failure: Failure) -> None:
         self.link.say(Kind.FAILED, by.name, by.spec.url, str(failure.value))

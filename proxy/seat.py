@@ -95,7 +95,7 @@ class Seat:
             Kind.LEAVING: self._leaving,
             Kind.CLOSED: self._closed,
         }
-        self.channel = Channel(handlers, self._ended, self._failed_at)
+        self.channel = Channel(shared.clock, handlers, self._ended, self._failed_at)
         self.say = self.channel.say
 
     @property
@@ -139,7 +139,8 @@ class Seat:
     def _answer(self, number: int, made: Pass | Refused | None, traced: bool) -> None:
         if isinstance(made, Pass):
             self._held[number] = made
-            self.say(Kind.GO, number, *go_out(made.go), trace_out(made.trace) if traced else None)
+            trace = trace_out(made.trace) if traced else None
+            self.say(Kind.GO, number, *go_out(made.go), trace, self._shared.gate.crowded)
         elif made is not None:
             self.say(Kind.SHED, number, *shed_out(made.shed), trace_out(made.trace) if traced else None)
         else:

@@ -16,7 +16,7 @@ from functools import partial
 
 from proxy.app import END_SECONDS, App, Parts
 from proxy.channel import Kind, receive, unpack
-from proxy.clock import Timer
+from proxy.clock import LoopClock, Timer
 from proxy.config import Config
 from proxy.logs import set_up_logging
 from proxy.owners import Owners
@@ -37,9 +37,11 @@ class WorkerApp(App):
         self._share, self._way = share, way
         self.stop = asyncio.Event()
         self.replaced = False
-        link = self.link = Link(self._orphaned)
+        clock = LoopClock()
+        link = self.link = Link(clock, self._orphaned)
         super().__init__(
             config,
+            clock,
             parts=Parts(
                 pool=MirrorPool,
                 gate=lambda *_: RemoteGate(link),

@@ -14,7 +14,8 @@ from policies import Decision, Drop, DropReason, Go, RequestFacts, Shed, ShedRea
 from policies.limits import LimitKind, Refusal
 from policies.trace import Trace
 from policies.types import BackendView, ChooseReason, ContextEstimate, Forecast, Score, Tier
-from proxy.channel import Channel, Frames, Kind, frame, receive
+from proxy.channel import LATER_SECONDS, Channel, Frames, Kind, frame, receive
+from proxy.clock import LoopClock
 from proxy.messages import (
     entry_in,
     entry_out,
@@ -27,6 +28,7 @@ from proxy.messages import (
     trace_in,
     trace_out,
 )
+from tests.fake_clock import FakeClock
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -69,8 +71,8 @@ async def test_what_is_said_in_one_turn_is_one_write_in_order_and_the_end_is_tol
         lost[at] += 1
 
     loop = asyncio.get_running_loop()
-    one = Channel({1: lambda *words: heard.append(words)}, lambda: end(0))
-    two = Channel({}, lambda: end(1))
+    one = Channel(LoopClock(), {1: lambda *words: heard.append(words)}, lambda: end(0))
+    two = Channel(LoopClock(), {}, lambda: end(1))
     await loop.create_unix_connection(lambda: one, sock=ours)
     await loop.create_unix_connection(lambda: two, sock=theirs)
     writes = []
@@ -88,6 +90,29 @@ async def test_what_is_said_in_one_turn_is_one_write_in_order_and_the_end_is_tol
         await asyncio.sleep(0)
     two.say(1, 4)  # to nobody
     two.flush()
+
+
+async def test_what_is_mentioned_goes_out_with_what_is_said_next_and_soon_in_any_case() -> None:
+    ours, theirs = socket.socketpair()
+    clock, heard = FakeClock(), list[tuple[Any, ...]]()
+    loop = asyncio.get_running_loop()
+    one = Channel(LoopClock(), {1: lambda *words: heard.append(words)}, lambda: None)
+    two = Channel(clock, {}, lambda: None)
+    await loop.create_unix_connection(lambda: one, sock=ours)
+    await loop.create_unix_connection(lambda: two, sock=theirs)
+    for said in (two.mention, two.say, two.mention):
+        said(1, said.__name__)
+    while len(heard) < 3:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    two.mention(1, "last")
+    await asyncio.sleep(0.01)
+    assert len(heard) == 3
+    clock.advance(LATER_SECONDS)
+    while len(heard) < 4:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert [words[0] for words in heard] == ["mention", "say", "mention", "last"]
+    for channel in (one, two):
+        channel.close()
 
 
 def test_kinds_are_all_different() -> None:

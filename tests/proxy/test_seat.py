@@ -67,7 +67,7 @@ class Rig:
     async def worker(self) -> tuple[Link, RemoteGate]:
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
-        seat, link = Seat(self._shared, lambda: None), Link(self._gone)
+        seat, link = Seat(self._shared, lambda: None), Link(self.app.clock, self._gone)
         await loop.create_unix_connection(lambda: seat.channel, sock=ours)
         await loop.create_unix_connection(lambda: link.channel, sock=theirs)
         self.seats.append(seat)
@@ -176,12 +176,12 @@ async def test_who_leaves_the_line_or_leaves_in_the_moment_of_its_turn_holds_not
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(1)
-    _, gate = await rig.worker()
+    link, gate = await rig.worker()
     left: list[int] = []
     for turns in range(12):  # somewhere among these its answer is on the way
         holder = await held_by(gate)
         task = asyncio.ensure_future(gate.enter(FACTS, NAMES, None, told([])))
-        await rig.until(lambda: len(rig.app.gate._waiting) == 1)
+        await rig.until(lambda: link.crowded)
         holder.finish(Result())
         for _ in range(turns):
             await asyncio.sleep(0)
