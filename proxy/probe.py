@@ -72,7 +72,8 @@ class Unreachable(Exception):
 def session(seconds: float | None = None) -> aiohttp.ClientSession:
     """For questions to backends. seconds: for each; None: whoever asks sees to it."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # A connection for each question: llama-server closes kept ones after some answers, whatever comes on them.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=None if seconds is None else seconds),
         auto_decompress=False,

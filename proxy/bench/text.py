@@ -29,7 +29,7 @@ class Texts:
 
     async def learn(self, client: Client) -> None:
         """Ask for two prompts; without reported usage the guess stays."""
-        few, many = 64, 1024
+        few, many = 32, 256
         heard = [await client.ask(self.words("learn", count)) for count in (few, many)]
         if all(one.prompt for one in heard):
             one, other = float(heard[0].prompt or 0), float(heard[1].prompt or 0)

@@ -80,7 +80,7 @@ async def cache(patient: Patient) -> None:
     text = f"{patient.clock.wall()} " + WORD * BLOCKS
     for _ in range(2):
         before = await patient.metrics()
-        said = await patient.chat(text, 1)
+        said = await patient.chat(text, 1, seconds=4 * patient.seconds)
         details = said.usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
         if cached is None and before.prefix_hits is not None:

@@ -37,7 +37,9 @@ async def distance(patient: Patient) -> None:
             raise unreachable(error) from error
     if median(took) > FAR_SECONDS:
         fix = "every first token waits that long: put the gateway nearer to it"
-        patient.tell("distance", Verdict.NOTE, f"{median(took) * 1e3:.0f} ms for an empty answer", fix)
+        patient.tell(
+            "distance", Verdict.NOTE, f"{median(took) * 1e3:.0f} ms for a connection and an empty answer", fix
+        )
     else:
         patient.tell("distance", Verdict.OK, f"{median(took) * 1e3:.1f} ms for an empty answer")
     if skews and min(skews) > SKEW_SECONDS:
