@@ -67,8 +67,10 @@ def test_through_the_gateway_streams_are_as_fast_as_without() -> None:
 @pytest.mark.parametrize("name", AS_STUDIED)
 def test_every_shipped_profile_comes_back_in_every_cell(name: str, through: bool) -> None:
     found = bench_all(name, through=through)
-    own = profiles.get(name).measured.decode
-    assert sorted((cell.streams, cell.context) for cell in found.cells) == sorted((c, x) for c, x, _ in own)
+    own = profiles.get(name)
+    # A prompt of the whole window leaves no room for an answer.
+    fits = [(c, x) for c, x, _ in own.measured.decode if x < own.window_tokens]
+    assert sorted((cell.streams, cell.context) for cell in found.cells) == sorted(fits)
     assert wrong(found, name) == {}
 
 
