@@ -25,6 +25,7 @@ from proxy.keycommands import keys
 from proxy.logs import set_up_logging
 from proxy.proving.cli import gate
 from proxy.replay.cli import explain, replay
+from proxy.report.cli import records, report
 from proxy.sim.cli import sim
 from proxy.simulate.cli import simulate
 from proxy.top.cli import top
@@ -137,3 +138,5 @@ main.add_command(replay)
 main.add_command(explain)
 main.add_command(simulate)
 main.add_command(top)
+main.add_command(report)
+main.add_command(records)

@@ -33,7 +33,8 @@ def _view() -> str:
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
-        "CREATE TABLE requests (id INTEGER PRIMARY KEY, time REAL NOT NULL, request_id TEXT NOT NULL, model TEXT, "
+        "CREATE TABLE requests (id INTEGER PRIMARY KEY, time REAL NOT NULL, kind INTEGER NOT NULL, "
+        "figures BLOB NOT NULL, request_id TEXT NOT NULL, model TEXT, "
         "tier_asked TEXT, tier TEXT, backend TEXT, tenant TEXT, key TEXT, outcome TEXT NOT NULL, reason TEXT, "
         "attempts INTEGER NOT NULL, in_flight INTEGER, context INTEGER, prompt_tokens INTEGER, "
         "completion_tokens INTEGER, cached_tokens INTEGER, queue_wait_seconds REAL, ttft_seconds REAL, "

@@ -57,7 +57,7 @@ LAYERS = (
     ("exchange",),
     ("handler", "admin", "ui"),
     ("remote", "seat"),
-    ("app", "sim", "simulate", "replay", "keycommands"),
+    ("app", "sim", "simulate", "replay", "report", "keycommands"),
     ("owner",),
     ("serve",),
     ("probe",),

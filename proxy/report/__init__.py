@@ -1,0 +1,1 @@
+"""What the database of records tells: `tierline report`, and `tierline records export`."""

@@ -1,0 +1,1 @@
+"""`tierline report` and `tierline records export`."""
