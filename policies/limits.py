@@ -353,6 +353,25 @@ def settle(accounts: Iterable[Account], now: float, wall: float, ask: Amount, us
         account.settle(at, wall, ask, used)
 
 
+def usage(account: Account, now: float, wall: float) -> dict[str, float]:
+    """How far each of its limits is used now, by its name: requests and tokens in the last minute, what runs, and of budgets
+    what is spent and what is held for those that run. Money in its unit."""
+    used: dict[str, float] = {}
+    account.refill(micros(now))
+    for kind, bucket in ((LimitKind.REQUESTS, account.requests), (LimitKind.TOKENS, account.tokens)):
+        if bucket is not None:
+            used[kind.value] = -(-bucket.used // MINUTE)
+    if account.quota.concurrent_requests is not None:
+        used[LimitKind.CONCURRENT.value] = account.running
+    for budget in account.budgets:
+        budget.roll(wall)
+        if budget.costs:
+            used[budget.kind.value] = (budget.spent + account.held_cost) / BILLION
+        else:
+            used[budget.kind.value] = budget.spent + account.held_tokens
+    return used
+
+
 def standings(accounts: Iterable[Account]) -> tuple[Standing | None, Standing | None]:
     """Of requests and of tokens a minute, where the least is left, as of the last `enter`. None: nobody limits that."""
     requests: Standing | None = None

@@ -22,7 +22,7 @@ from policies.limits import Quota
 from policies.trace import TracingRouter
 from proxy.abilities import Abilities
 from proxy.access import Callers
-from proxy.admin import Exposition, admin_app, admin_keys
+from proxy.adminapi import Exposition, Gear, admin_app, admin_keys
 from proxy.backend import idle, make, remake
 from proxy.classify import Classifier
 from proxy.clock import Clock, LoopClock
@@ -31,6 +31,7 @@ from proxy.config import Config, ListenerTls
 from proxy.config import Server as ServerSection
 from proxy.entrance import AppRunner, Door, ServerRunner, refused_counter
 from proxy.explain import Memory
+from proxy.farewell import Farewell
 from proxy.front import Patience, Server
 from proxy.gate import Gate
 from proxy.handler import Gateway
@@ -38,6 +39,7 @@ from proxy.headers import Cors
 from proxy.health import HealthPoller
 from proxy.intake import ClientsOf
 from proxy.keys import Keys, failures_counter
+from proxy.keystore import Store
 from proxy.ledger import Ledger, LocalLedger
 from proxy.limiter import Limiter
 from proxy.listen import Listeners
@@ -60,8 +62,6 @@ log = logging.getLogger("tierline")
 
 END_SECONDS = 5.0
 """What ending the rest in-band may take after the drain limit."""
-LEAVING_SECONDS = 0.25
-"""Between two looks at whether a backend has nothing to do any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class App:
         on_data = config.admin.metrics_on in ("data", "both")
         self.local = Local(config, self.pool, self.clock, self.page if on_data else None)
         owners = parts.owners()
-        ledger = parts.ledger(self.clock)
+        self._accounts = ledger = parts.ledger(self.clock)
         shared = config.limits.shared if parts.shares_limits else None
         self.shared = SharedLedger(shared, self.clock, ledger) if shared and shared.url is not None else None
         self.ledger: Ledger = self.shared or ledger
@@ -152,9 +152,9 @@ class App:
         self.pool.streams, self.pool.give_up = self.gateway.streams, self.gateway.give_up
         self.metrics.estimate_errors = self._estimate_errors
         self.health = HealthPoller(config, self.clock, self.pool, Random(rng.getrandbits(64)))
+        self.farewell = Farewell(self.clock, self.pool, self.health)
         memory, waiting = self.gateway.memory, self.gate.waiting
         self.ui = Ui(Sources(self.clock, self.pool, self.reloader, memory, waiting, self.ledger))
-        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._server: Server | None = None
         self._runners: list[web.BaseRunner] = []
         self._sites: dict[str, list[web.SockSite]] = {}
@@ -171,9 +171,7 @@ class App:
             await self._open(listeners)
             if config.admin.enabled:
                 runner = AppRunner(
-                    admin_app(
-                        config, self.pool, self.exposition(), self.reloader, self.gateway.memory, self.ui
-                    ),
+                    admin_app(self._gear(), self.ui),
                     access_log=None,
                     handle_signals=False,
                     shutdown_timeout=1.0,
@@ -183,9 +181,22 @@ class App:
         except OSError:
             await self.close()
             raise
+        for name in config.origin.overlay.draining:
+            if name in self.pool.backends:
+                self.pool.set_draining(name, True)
         self.health.start()
         self.keys.start()
         self._beside(config)
+
+    def _gear(self) -> Gear:
+        """What the admin API acts on."""
+        gear = Gear(self.pool, self.exposition(), self.reloader, self.gateway.memory, self.clock)
+        store = self.config.server.store
+        if store is not None:
+            gear.store = partial(Store, store)
+            gear.keys_changed = self.keys.turn
+        gear.accounts, gear.standing = self._accounts.limited, self._accounts.standing
+        return gear
 
     def _patience(self, config: Config) -> Patience:
         server = config.server
@@ -201,6 +212,9 @@ class App:
         self._watch_file(config)
         self._send_off()
 
+    def _send_off(self) -> None:
+        self.farewell.look()
+
     def _ask_abilities(self, config: Config) -> None:
         if any(tier.continuation != "off" for tier in config.tiers.values()):
             for name in self.pool.backends:
@@ -210,29 +224,6 @@ class App:
         loop = asyncio.get_running_loop()
         if config.server.watch_config and (self._watch is None or self._watch.done()):
             self._watch = loop.create_task(self.reloader.watch(), name="watch config")
-
-    def _send_off(self) -> None:
-        """Whoever leaves, and is not waited for yet."""
-        for name in self.pool.leaving:
-            if name not in self._leaving:
-                task = asyncio.get_running_loop().create_task(self._see_off(name), name=f"leaving {name}")
-                self._leaving[name] = task
-                task.add_done_callback(partial(self._left, name))
-
-    def _left(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._leaving[name]
-        if not task.cancelled():
-            self._send_off()  # it may have come and gone again meanwhile
-
-    async def _see_off(self, name: str) -> None:
-        """Drop a backend that is configured no more, once nothing runs there."""
-        while (backend := self.pool.backends[name]).leaving:
-            if not backend.in_flight:
-                self.health.drop(name)
-                await self.pool.drop(name)
-                log.info("backend %s has left", name)
-                return
-            await self.clock.sleep(LEAVING_SECONDS)
 
     async def _open(self, listeners: Listeners) -> None:
         """Where clients come."""
@@ -402,10 +393,7 @@ class App:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        leaving = tuple(self._leaving.values())
-        for task in leaving:
-            task.cancel()
-        await asyncio.gather(*leaving, return_exceptions=True)
+        await self.farewell.close()
         await self.health.stop()
         await self.keys.close()
         await self.abilities.close()

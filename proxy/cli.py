@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import click
 
 from proxy import __version__
+from proxy.admincommands import admin
 from proxy.bench.cli import bench
 from proxy.doctor.cli import doctor
 from proxy.keycommands import keys
@@ -75,11 +76,12 @@ def serve(path: str) -> None:
     """Run the gateway until SIGTERM or Ctrl-C. SIGHUP reads the policy again."""
     config = _load(path)
     set_up_logging(config.telemetry.log_level, config.telemetry.log_format)
+    from proxy.kept import with_kept
     from proxy.keystore import StoreError
     from proxy.serve import run
 
     try:
-        code = run(config)
+        code = run(with_kept(config))
     except ChildProcessError as error:
         click.echo(str(error), err=True)
         code = Exit.FAILED
@@ -129,6 +131,7 @@ def _load(path: str) -> Config:
         sys.exit(Exit.CONFIG)
 
 
+main.add_command(admin)
 main.add_command(keys)
 main.add_command(bench)
 main.add_command(doctor)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import click
 
+from proxy.keyrows import date, row
 from proxy.replay.cli import config_option
 
 if TYPE_CHECKING:
     from proxy.config import Config
-    from proxy.keystore import Spent, Store, StoredKey
+    from proxy.keystore import Store, StoredKey
 
 FAILED, USAGE = 1, 2
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -116,7 +117,7 @@ def list_keys(path: str, everything: bool, as_json: bool) -> None:
         found = [key for key in store.read() if everything or key.revoked is None]
         uses, budgets = store.uses(), store.budgets()
     now = _now()
-    rows = [_row(key, now, uses.get(key.label), budgets) for key in found]
+    rows = [row(key, now, uses.get(key.label), budgets) for key in found]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -202,7 +203,7 @@ def rotate(which: str, path: str, grace: str) -> None:
         _fail(f"--grace: expected a time such as 12h or 7d, got {grace!r}", USAGE)
     with _store(_load(path)) as store:
         made, text = _find(which, lambda: store.rotate(_now(), which, seconds))
-    still = f"the old one works until {_date(_now() + seconds)}" if seconds else "the old one works no more"
+    still = f"the old one works until {date(_now() + seconds)}" if seconds else "the old one works no more"
     _show(text, f'{made.label} ("{made.name}") has a new key, {IN_FORCE}; {still}')
 
 
@@ -301,51 +302,6 @@ def _when(text: str, now: float) -> float:
 
 def _now() -> float:
     return datetime.now(UTC).timestamp()
-
-
-def _date(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="minutes").replace("+00:00", "Z")
-
-
-def _left(key: StoredKey, now: float, budgets: list[Spent]) -> dict[str, float]:
-    """Of each budget of this key, as of now."""
-    from policies.limits import BILLION, COSTS, Account
-    from proxy.config import ConfigError, read_settings
-
-    try:
-        account = Account(read_settings(key.settings, key.label).limits.quota)
-    except ConfigError:
-        return {}
-    spent = {row.kind: row for row in budgets if row.account == f"key:{key.label}"}
-    left: dict[str, float] = {}
-    for budget in account.budgets:
-        if (row := spent.get(budget.kind.value)) is not None:
-            budget.resume(row.begins, row.spent)
-        budget.roll(now)
-        rest = max(0, budget.limit - budget.spent)
-        left[budget.kind.value] = rest / BILLION if budget.kind in COSTS else rest
-    return left
-
-
-def _row(key: StoredKey, now: float, used: float | None, budgets: list[Spent]) -> dict[str, object]:
-    state = "revoked" if key.revoked is not None else "expired" if _over(key.expires, now) else "active"
-    if state == "active" and len([until for _, until in key.hashes if not _over(until, now)]) > 1:
-        state = "rotating"
-    return {
-        "key": key.label,
-        "name": key.name,
-        "tenant": key.tenant,
-        "made": _date(key.made),
-        "expires": None if key.expires is None else _date(key.expires),
-        "used": None if used is None else _date(used),
-        "state": state,
-        "settings": key.settings,
-        "left": _left(key, now, budgets),
-    }
-
-
-def _over(until: float | None, now: float) -> bool:
-    return until is not None and until <= now
 
 
 def _cell(value: object) -> str:

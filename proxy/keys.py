@@ -48,6 +48,7 @@ class Keys:
         self._stored: Sequence[StoredKey] = ()
         self._task: asyncio.Task[None] | None = None
         self._turning: asyncio.Future[list[StoredKey] | None] | None = None
+        self._one = asyncio.Lock()
         self._failing = False
         self.failures = 0
         """Turns of the store that failed."""
@@ -80,7 +81,11 @@ class Keys:
                 due = self._clock.now() + TURN_SECONDS
 
     async def turn(self) -> None:
-        """Write what was spent, and read the keys if they changed."""
+        """Write what was spent, and read the keys if they changed. One at a time, as the store has it."""
+        async with self._one:
+            await self._turn()
+
+    async def _turn(self) -> None:
         if self._store is None:
             return
         spent, now, used = self._ledger.changed(), self._clock.now(), NOBODY

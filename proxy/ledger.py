@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from policies import limits
-from policies.limits import Account, Amount, Quota, Refusal, Standing
+from policies.limits import Account, Amount, LimitKind, Quota, Refusal, Standing
 from proxy.clock import Clock
 from proxy.keystore import Spent
 
@@ -111,6 +111,24 @@ class LocalLedger:
                 self._set(name, account, self._quotas.get(name) or Quota())
         found = self._together[names] = tuple([self._accounts[name] for name in names])
         return found
+
+    def limited(self) -> list[str]:
+        """Accounts that something limits."""
+        return list(self._quotas)
+
+    def standing(self, name: str) -> dict[str, object] | None:
+        """Its limits and how far each is used, as this process knows it; None: nothing limits it."""
+        quota = self._quotas.get(name)
+        if quota is None:
+            return None
+        account = self._accounts.get(name)
+        if account is None:  # not used since the start
+            account = Account(quota)
+            for budget in account.budgets:
+                if (row := self._kept.get((name, budget.kind.value))) is not None:
+                    budget.resume(row.begins, row.spent)
+        limits_ = {kind.value: value for kind in LimitKind if (value := getattr(quota, kind)) is not None}
+        return {"limits": limits_, "used": limits.usage(account, self._clock.now(), self._clock.wall())}
 
     def changed(self) -> list[Spent]:
         """Budgets from which something was spent since the last time."""

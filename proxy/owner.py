@@ -17,9 +17,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from random import Random
 
-from proxy.admin import Exposition
+from proxy.adminapi import Exposition
 from proxy.app import END_SECONDS, App
 from proxy.channel import Kind, frame, pack
 from proxy.clock import Clock
@@ -57,6 +58,7 @@ class OwnerApp(App):
 
     def __init__(self, config: Config, clock: Clock | None = None, rng: Random | None = None) -> None:
         super().__init__(config, clock, rng)
+        self.farewell.dropped = partial(self._all, Kind.DROPPED)
         self._children: dict[int, Child] = {}
         self._sockets: list[socket.socket] = []
         self._stopping = False
@@ -98,11 +100,6 @@ class OwnerApp(App):
 
     def _ask_abilities(self, config: Config) -> None:
         """Workers do."""
-
-    async def _see_off(self, name: str) -> None:
-        await super()._see_off(name)
-        if name not in self.pool.backends:
-            self._all(Kind.DROPPED, name)
 
     async def start(self, listeners: Listeners | None = None) -> None:
         """Every worker serves. Raises ChildProcessError when one does not come to."""

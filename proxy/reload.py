@@ -6,18 +6,23 @@ Rules
 2. What can change is swapped in one step, between two requests: `RELOADABLE`. A file that also changes something else is
    refused, and each such key is named: half a change is none. What runs goes on under what it began with.
 3. What was learned (speeds, caches, tokens) stays, of a backend while its URL and its model's name do.
+4. What the admin API changes is an overlay over the file: a reload reads the file anew and lays it over again. It is kept in
+   `server.state`, or until the next start. Policies that were in force are remembered, to go back to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from proxy.clock import Clock
-from proxy.config import Config, ConfigError, load
+from proxy.config import Config, ConfigError, Overlay, load, load_over
+from proxy.kept import keep
 from proxy.series import RELOAD_OUTCOMES
 
 log = logging.getLogger("tierline.reload")
@@ -32,6 +37,7 @@ RELOADABLE = (
     "pool",
     "health",
     "admin.key",
+    "admin.keys",
     "server.allow_unauthenticated",
     "server.body_timeout",
     "server.cors_origins",
@@ -51,6 +57,9 @@ RELOADABLE = (
 )
 """Sections and keys that a reload takes."""
 
+POLICIES = 10
+"""How many are remembered."""
+
 Family = tuple[str, str, tuple[str, ...], Sequence[tuple[tuple[str, ...], float]]]
 """Of the metrics: name, help, labels, values."""
 
@@ -64,6 +73,17 @@ class Reloaded:
     problems: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyInForce:
+    """tables: `policy` and `tiers`, as they were written. since: seconds since the epoch. by: who put it in force."""
+
+    digest: str
+    name: str
+    tables: Mapping[str, Any]
+    since: float
+    by: str
+
+
 class Reloader:
     """`apply` puts a sound configuration in force; it is called with nothing awaited in between."""
 
@@ -75,6 +95,44 @@ class Reloader:
         self._seen = self._stamp()
         self._outcomes = dict.fromkeys(RELOAD_OUTCOMES, 0)
         self._sound, self._sound_at = True, clock.wall()
+        self.policies = deque([self._policy(config, "the start")], maxlen=POLICIES)
+        """That were in force, the present one last."""
+
+    @property
+    def overlay(self) -> Overlay:
+        """What is in force beside the file."""
+        return self.config.origin.overlay
+
+    @property
+    def lasting(self) -> str:
+        """How long what the admin API changes stays."""
+        if self.config.server.state is not None:
+            return "over restarts, in server.state"
+        return "until the gateway is started again"
+
+    def _policy(self, config: Config, by: str) -> PolicyInForce:
+        merged = config.origin.merged
+        tables: dict[str, Any] = {name: merged[name] for name in ("policy", "tiers") if name in merged}
+        return PolicyInForce(config.policy_digest, config.policy_params.name, tables, self._clock.wall(), by)
+
+    def change(self, overlay: Overlay, why: str) -> Reloaded:
+        """Another overlay over the file as it was last read. Never raises for what is in it."""
+        return self._put(lambda: load_over(self.config, overlay), why)
+
+    def drained(self, name: str, draining: bool) -> None:
+        """Noted, for the next start."""
+        config = self.config
+        origin = replace(config.origin, overlay=self.overlay.with_draining(name, draining))
+        config.__dict__["origin"] = origin
+        self._keep()
+
+    def _keep(self) -> None:
+        path = self.config.server.state
+        if path is not None:
+            try:
+                keep(path, self.overlay)
+            except OSError as error:
+                log.error("server.state: what was changed is in force, and lost at the next start: %s", error)
 
     def reload(self, why: str) -> Reloaded:
         """Read the file again. Never raises for what is in it."""
@@ -91,12 +149,29 @@ class Reloader:
         if self._path is None:
             return Reloaded(old.policy_digest, (), ("the configuration did not come from a file",))
         self._seen = self._stamp()
+        path, overlay = self._path, self.overlay
+        done = self._put(lambda: load(path, overlay=overlay), why)
+        if overlay.policy is not None and not done.problems:
+            log.warning(
+                "the policy is the admin API's, not the file's: tierline admin policy revert ends that"
+            )
+        return done
+
+    def _put(self, read: Callable[[], Config], why: str) -> Reloaded:
+        """In force, or refused whole."""
+        old = self.config
         try:
-            new = load(self._path)
+            new = read()
             problems, changed = fixed(old, new), differences(old, new)
             if changed and not problems:
                 self._apply(new)
+            if not problems:
+                kept = new.origin.overlay != old.origin.overlay
                 self.config = new
+                if kept:
+                    self._keep()
+                if new.policy_digest != old.policy_digest:
+                    self.policies.append(self._policy(new, why))
         except ConfigError as error:
             problems = error.problems
         except OSError as error:  # a file that was there when it was checked

@@ -16,17 +16,20 @@ from proxy.config.load import (
     check_key,
     effective,
     load,
+    load_over,
     load_policy,
     load_with,
     loads,
     read_profile,
     read_settings,
 )
+from proxy.config.overlay import NOTHING, Added, Overlay, Provenance, overlay_of
 from proxy.config.policy import Policy
 from proxy.config.rules import is_loopback, serving
 from proxy.config.sections import (
     SESSION_HEADERS,
     Admin,
+    AdminKey,
     Backend,
     Config,
     Health,
@@ -41,12 +44,15 @@ from proxy.config.sections import (
 )
 from proxy.config.shared import ENCRYPTED, SharedLimits
 from proxy.config.tls import ListenerTls, Tls
-from proxy.config.values import Secret
+from proxy.config.values import Secret, moment
 
 __all__ = [
     "ENCRYPTED",
+    "NOTHING",
     "SESSION_HEADERS",
+    "Added",
     "Admin",
+    "AdminKey",
     "Allowed",
     "ApiKey",
     "Backend",
@@ -58,9 +64,11 @@ __all__ = [
     "ListenerTls",
     "Model",
     "ModelRoute",
+    "Overlay",
     "Policy",
     "Pool",
     "Price",
+    "Provenance",
     "Quality",
     "Secret",
     "Server",
@@ -74,9 +82,12 @@ __all__ = [
     "effective",
     "is_loopback",
     "load",
+    "load_over",
     "load_policy",
     "load_with",
     "loads",
+    "moment",
+    "overlay_of",
     "read_profile",
     "read_settings",
     "serving",

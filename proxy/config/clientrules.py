@@ -31,10 +31,23 @@ def key_twins(config: Config) -> Iterator[str]:
 
 
 def admin_key_is_its_own(config: Config) -> Iterator[str]:
-    key = config.admin.key
+    admin = config.admin
+    digests = [("admin.key", admin.key.digest)] if admin.key is not None else []
+    names = ["admin"] if admin.key is not None else []
+    for index, key in enumerate(admin.keys):
+        path = f"admin.keys[{index}]"
+        if (key.key is None) == (key.sha256 is None):
+            yield f"{path}: give either key or sha256, and not both"
+        if key.name in names:
+            yield f'{path}.name: "{key.name}" is already the name of another one'
+        names.append(key.name)
+        if any(key.digest == digest for _, digest in digests):
+            yield f"{path}: the same key as another one, under another name"
+        digests.append((path, key.digest))
     for index, client in enumerate(config.server.keys):
-        if key is not None and client.digest == key.digest:
-            yield f"admin.key: the same key as server.keys[{index}]: a client could drain backends"
+        for path, digest in digests:
+            if client.digest and client.digest == digest:
+                yield f"{path}: the same key as server.keys[{index}]: a client could drain backends"
 
 
 def _settings(config: Config) -> Iterator[tuple[str, KeySettings]]:

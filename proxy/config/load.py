@@ -14,8 +14,9 @@ from pydantic import BaseModel, ValidationError
 from policies.profile import Profile, names
 from proxy.config import problems, rules
 from proxy.config.clients import ApiKey, KeySettings
+from proxy.config.overlay import NOTHING, Overlay, Provenance
 from proxy.config.problems import ELSEWHERE
-from proxy.config.sections import Backend, Config
+from proxy.config.sections import AdminKey, Backend, Config
 from proxy.config.values import PolicySource, Secret
 
 
@@ -27,15 +28,15 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
 
 
-def load(path: str | Path, env: Mapping[str, str] = os.environ) -> Config:
-    """Read, validate and cross-check a file. Raises `ConfigError` with every problem found."""
+def load(path: str | Path, env: Mapping[str, str] = os.environ, overlay: Overlay = NOTHING) -> Config:
+    """Read, validate and cross-check a file, with an overlay over it. Raises `ConfigError` with every problem found."""
     try:
         text = Path(path).read_text("utf-8")
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: not UTF-8 at byte {error.start}"]) from None
-    config = loads(text, env, source=str(path), folder=Path(path).parent)
+    config = loads(text, env, source=str(path), folder=Path(path).parent, overlay=overlay)
     # No keys of the file, and no part of what makes two equal.
     config.__dict__["source"] = Path(path)
     state = env.get("STATE_DIRECTORY", "").partition(":")[0]  # systemd's
@@ -79,17 +80,37 @@ def load_policy(path: str | Path, env: Mapping[str, str] = os.environ) -> Config
 
 
 def loads(
-    text: str, env: Mapping[str, str] = os.environ, *, source: str = "config", folder: Path = Path()
+    text: str,
+    env: Mapping[str, str] = os.environ,
+    *,
+    source: str = "config",
+    folder: Path = Path(),
+    overlay: Overlay = NOTHING,
 ) -> Config:
     """`load` for text. source: the name in messages. folder: where relative paths start."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([problems.syntax(source, str(error))]) from None
-    return _read(data, env, source, folder)
+    return _read(data, env, source, folder, overlay)
 
 
-def _read(data: dict[str, object], env: Mapping[str, str], source: str, folder: Path) -> Config:
+def load_over(config: Config, overlay: Overlay, env: Mapping[str, str] = os.environ) -> Config:
+    """The same file as it was when `config` was read, with another overlay. Raises `ConfigError`."""
+    origin = config.origin
+    read = _read(dict(origin.document), env, origin.source, Path(origin.folder), overlay)
+    read.__dict__["source"], read.__dict__["home"] = config.source, config.home
+    return read
+
+
+def _read(
+    document: dict[str, object],
+    env: Mapping[str, str],
+    source: str,
+    folder: Path,
+    overlay: Overlay = NOTHING,
+) -> Config:
+    data = overlay.over(document) if overlay else document
     context = {"env": env, "folder": folder}
     wrong: list[str] = []
     doubtful: frozenset[str] = frozenset()
@@ -105,6 +126,7 @@ def _read(data: dict[str, object], env: Mapping[str, str], source: str, folder: 
     wrong += rules.check(config, doubtful)
     if wrong:
         raise ConfigError([f"{source}: {problem}" for problem in wrong])
+    config.__dict__["origin"] = Provenance(document, source, str(folder), overlay)
     return config
 
 
@@ -165,7 +187,7 @@ def effective(config: Config) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, ApiKey):
+    if isinstance(value, (ApiKey, AdminKey)):
         hashed = f"{value.sha256[:8]}…" if value.sha256 else None
         shown = {name: _plain(getattr(value, name)) for name in type(value).model_fields}
         return {**shown, "sha256": hashed}

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PlainValidator, ValidationInfo
+from pydantic import PlainValidator, ValidationInfo, WithJsonSchema
 
 from policies import gatefile
 from policies.gatefile import GateResult
@@ -55,7 +55,8 @@ def _profile(value: object, info: ValidationInfo) -> object:
     return path
 
 
-ProfileName = Annotated[str, PlainValidator(_profile)]
+_PROFILE = {"type": "string", "pattern": f"^(?:{NAME})$"}
+ProfileName = Annotated[str, PlainValidator(_profile), WithJsonSchema(_PROFILE)]
 
 
 class GatePath(str):
@@ -89,4 +90,4 @@ def _gate(value: object, info: ValidationInfo) -> object:
     return path
 
 
-GateFile = Annotated[GatePath, PlainValidator(_gate)]
+GateFile = Annotated[GatePath, PlainValidator(_gate), WithJsonSchema({"type": "string", "minLength": 1})]

@@ -212,7 +212,7 @@ def keys_beyond_loopback(config: Config) -> Iterator[str]:
 
 def admin_key_beyond_loopback(config: Config) -> Iterator[str]:
     admin = config.admin
-    if admin.enabled and not is_loopback(admin.host) and admin.key is None:
+    if admin.enabled and not is_loopback(admin.host) and admin.key is None and not admin.keys:
         yield (
             f'admin.host: "{admin.host}" can be reached from other machines, and whoever reaches it '
             'could drain backends: set admin.key, or bind to "127.0.0.1"'

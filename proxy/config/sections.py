@@ -26,6 +26,7 @@ from policies.progress import ProgressParams
 from proxy.config import rules
 from proxy.config.clients import Allowed, ApiKey, Price, Tenant, ToolFormatName
 from proxy.config.measured import GateFile, ProfileFile, ProfileName
+from proxy.config.overlay import Provenance
 from proxy.config.policy import BUILT_IN_TIERS, Policy, Section, TierConfig, with_built_in_tiers
 from proxy.config.shared import SharedSection
 from proxy.config.tls import ListenerTls, Tls
@@ -39,6 +40,7 @@ from proxy.config.values import (
     Count,
     CountOrNone,
     Days,
+    Digest,
     HeaderName,
     HostName,
     JsonTable,
@@ -88,6 +90,7 @@ class Server(Section):
     cors_origins: Array[Origin] = ()
     keys: Array[ApiKey] = ()
     store: StoreFile | None = None
+    state: StoreFile | None = None
     allow_unauthenticated: bool = False
     public_paths: Array[AbsolutePath] = ("/health", "/ready", "/version", "/metrics")
     session_headers: Array[HeaderName] = SESSION_HEADERS
@@ -99,6 +102,19 @@ class Server(Section):
     uvloop: Literal["auto", "on", "off"] = "auto"
 
 
+class AdminKey(Section):
+    """One operator. role: `read` sees everything and changes nothing."""
+
+    name: Name
+    key: SecretRef | None = None
+    sha256: Digest | None = None
+    role: Literal["change", "read"] = "change"
+
+    @property
+    def digest(self) -> str:
+        return self.key.digest if self.key is not None else self.sha256 or ""
+
+
 class Admin(Section):
     """The operator's listener."""
 
@@ -106,6 +122,7 @@ class Admin(Section):
     host: HostName = "127.0.0.1"
     port: Port = 8081
     key: SecretRef | None = None
+    keys: Array[AdminKey] = ()
     tls: ListenerTls = ListenerTls()
     metrics_on: Literal["data", "admin", "both"] = "data"
 
@@ -321,6 +338,11 @@ class Config(Section):
         if store == "auto":
             return None if self.home is None else self.home / "records.db"
         return None if store == "off" else Path(store)
+
+    @cached_property
+    def origin(self) -> Provenance:
+        """What it was read from (`load` puts it here)."""
+        return Provenance()
 
     @cached_property
     def routes(self) -> Mapping[str, ModelRoute]:

@@ -24,6 +24,7 @@ from pydantic import (
     GetPydanticSchema,
     PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
 )
 from pydantic_core import PydanticCustomError, core_schema
@@ -46,9 +47,24 @@ def broken(rule: str) -> PydanticCustomError:
     return PydanticCustomError("rule", rule)
 
 
-def _quantity(
-    kind: type, what: str, least: float, *, above: bool = False, most: float = 2**53
-) -> BeforeValidator:
+class _Checked:
+    """A check before the type's own, and how a JSON schema says the same (the admin API's document is made of these)."""
+
+    def __init__(self, check: Callable[[object], object], **schema: object) -> None:
+        self._check, self._schema = check, schema
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: Callable[[object], core_schema.CoreSchema]
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, core: core_schema.CoreSchema, handler: Callable[[core_schema.CoreSchema], dict[str, Any]]
+    ) -> dict[str, Any]:
+        return {**handler(core), **self._schema}
+
+
+def _quantity(kind: type, what: str, least: float, *, above: bool = False, most: float = 2**53) -> _Checked:
     def check(value: object) -> object:
         number = isinstance(value, (int, kind)) and not isinstance(value, bool)
         fits = number and (cast(float, value) > least if above else cast(float, value) >= least)
@@ -56,7 +72,7 @@ def _quantity(
             raise expected(what)
         return value
 
-    return BeforeValidator(check)
+    return _Checked(check, maximum=most, **{"exclusiveMinimum" if above else "minimum": least})
 
 
 Seconds = Annotated[float, _quantity(float, "a number of seconds above 0", 0, above=True)]
@@ -86,25 +102,27 @@ def _to_tuple(value: object) -> object:
 Array = Annotated[tuple[T, ...], BeforeValidator(_to_tuple)]
 
 
-def _matches(pattern: str, what: str) -> BeforeValidator:
+def _matches(pattern: str, what: str) -> _Checked:
     def check(value: object) -> object:
         if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
             raise expected(what)
         return value
 
-    return BeforeValidator(check)
+    return _Checked(check, pattern=f"^(?:{pattern})$")
 
 
 NAME = r"[A-Za-z0-9][\w.:/@+-]{0,127}"
 Name = Annotated[str, _matches(NAME, "a name of letters, digits and . _ - : / @ +, at most 128")]
 HostName = Annotated[
-    str, _matches(r"[^\s/\[\]]+", 'a host name or an address without brackets, such as "::"')
+    str,
+    _matches(r"[^\s\x00-\x20\x7f-\xa0/\[\]]+", 'a host name or an address without brackets, such as "::"'),
 ]
 HeaderName = Annotated[str, _matches(r"[a-z0-9!#$%&'*+.^_`|~-]{1,64}", "a header's name in small letters")]
 AbsolutePath = Annotated[str, _matches(r"/[!-~]*", 'a path that starts with "/"')]
 Origin = Annotated[
     str, _matches(r"\*|https?://[^\s/?#@]+", 'an origin such as "https://app.example.org" (no path), or "*"')
 ]
+Digest12 = Annotated[str, _matches(r"[0-9a-f]{12}", "the digest of a policy: 12 hex digits")]
 Digest = Annotated[
     str, _matches(r"[0-9a-f]{64}", "64 lower-case hex digits, as printed by `tierline keys hash`")
 ]
@@ -132,7 +150,7 @@ def _base_url(value: object) -> object:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-BaseUrl = Annotated[str, BeforeValidator(_base_url)]
+BaseUrl = Annotated[str, _Checked(_base_url, pattern="^https?://[!-~]+$")]
 
 
 def context_of(info: ValidationInfo) -> tuple[Mapping[str, str], Path]:
@@ -201,6 +219,9 @@ def moment(text: str) -> float:
     return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
+_MOMENT = r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:T[0-9]{2}:[0-9]{2}:[0-9]{2}Z)?"
+
+
 def _moment(value: object) -> object:
     """A date or time of TOML's own, or one in quotes."""
     text = value.isoformat() if isinstance(value, date) else value
@@ -209,11 +230,13 @@ def _moment(value: object) -> object:
     try:
         moment(text)
     except (ValueError, OverflowError):
+        if re.fullmatch(_MOMENT, text):
+            raise broken("there is no such day or time") from None
         raise expected("a date such as 2027-01-31, or a time such as 2027-01-31T18:00:00Z") from None
     return text
 
 
-Moment = Annotated[str, BeforeValidator(_moment)]
+Moment = Annotated[str, _Checked(_moment, pattern=f"^{_MOMENT}$", examples=["2027-01-31"])]
 
 
 def _store_file(value: object, info: ValidationInfo) -> object:
@@ -234,12 +257,12 @@ RecordStore = Annotated[str, BeforeValidator(_record_store)]
 
 
 def _policy_name(value: object) -> object:
-    if value not in RANKINGS:
+    if not isinstance(value, str) or value not in RANKINGS:
         raise expected(f"the name of a policy ({', '.join(RANKINGS)})")
     return value
 
 
-PolicyName = Annotated[str, BeforeValidator(_policy_name)]
+PolicyName = Annotated[str, _Checked(_policy_name, enum=[*RANKINGS])]
 
 
 class PolicySource:
@@ -281,7 +304,7 @@ def _policy_source(value: object, info: ValidationInfo) -> object:
     return PolicySource(str(path), path.stem, text, ranking)
 
 
-SourceFile = Annotated[PolicySource, PlainValidator(_policy_source)]
+SourceFile = Annotated[PolicySource, PlainValidator(_policy_source), WithJsonSchema({"type": "string"})]
 
 
 class Secret:
@@ -338,7 +361,12 @@ def _read_secret(value: object, info: ValidationInfo) -> Secret:
     return Secret(secret, cast(str, value))
 
 
-SecretRef = Annotated[Secret, PlainValidator(_read_secret)]
+_REFERENCE = {
+    "type": "string",
+    "pattern": "^(?:env|file):.+$",
+    "description": "Where the secret is, never itself.",
+}
+SecretRef = Annotated[Secret, PlainValidator(_read_secret), WithJsonSchema(_REFERENCE)]
 
 
 def _json_table(value: object) -> Mapping[str, object]:

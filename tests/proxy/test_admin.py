@@ -9,8 +9,11 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from proxy import __version__
-from proxy.admin import admin_app
+from proxy.adminapi import Gear, admin_app
 from proxy.config import Config, loads
+from proxy.explain import Memory
+from proxy.reload import Reloader
+from tests.fake_clock import FakeClock
 
 CONFIG = """
 [server]
@@ -76,7 +79,9 @@ async def make(pool):
     clients = []
 
     async def make(admin: str = 'key = "env:ADMIN_KEY"') -> TestClient:
-        client = TestClient(TestServer(admin_app(config(admin), pool, Exposition())))
+        reloader = Reloader(config(admin), lambda config: None, FakeClock())
+        gear = Gear(pool, Exposition(), reloader, Memory(), FakeClock())
+        client = TestClient(TestServer(admin_app(gear)))
         await client.start_server()
         clients.append(client)
         return client

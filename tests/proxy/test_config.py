@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from policies import BreakerParams, RouterParams, Tier
 from proxy.config import (
+    AdminKey,
     ApiKey,
     Backend,
     Config,
@@ -856,11 +857,13 @@ def leaves() -> Iterator[str]:
     """Keys that hold a value rather than a table of further keys."""
     names = list(key_names(Config))
     for name in names:
-        if name == "server.keys" or not any(other.startswith((f"{name}.", f"{name}[].")) for other in names):
+        if name in ("server.keys", "admin.keys") or not any(
+            other.startswith((f"{name}.", f"{name}[].")) for other in names
+        ):
             yield name
 
 
-REQUIRED = {"backends[].name", "backends[].url", "server.keys[].name"}
+REQUIRED = {"backends[].name", "backends[].url", "server.keys[].name", "admin.keys[].name"}
 
 
 def default_of(path: str) -> str:
@@ -871,6 +874,7 @@ def default_of(path: str) -> str:
     for head, table in {
         "backends[].": Backend.model_construct(),
         "server.keys[].": ApiKey.model_construct(),
+        "admin.keys[].": AdminKey.model_construct(),
         "models.NAME.": Model(),
         "tenants.NAME.": Tenant(),
         "tiers.NAME.": Config().tiers["fast"],
@@ -932,6 +936,7 @@ def test_what_config_toml_has_commented_out_is_valid_when_uncommented(tmp_path: 
     env = {
         "TIERLINE_KEY_NOTEBOOKS": "sk-a",
         "TIERLINE_ADMIN_KEY": "sk-b",
+        "TIERLINE_ADMIN_ANNA": "sk-d",
         "VLLM_KEY_FP8": "sk-c",
         "VALKEY_PASSWORD": "p",
     }
@@ -954,7 +959,7 @@ def test_config_toml_names_every_key_with_its_default() -> None:
         ):
             path = f"{section}.{setting[1]}".replace(".chat_template_kwargs.enable_thinking", "")
             shown.setdefault(path, setting[2] or setting[3])
-    keys = {path for path in leaves() if path != "server.keys"}
+    keys = {path for path in leaves() if path not in ("server.keys", "admin.keys")}
     assert {path: shown.get(path) for path in keys} == {path: default_of(path) for path in keys}
 
 

@@ -19,6 +19,7 @@ from tests.proxy.conftest import Gateway, config_text
 from tests.proxy.scenes import QUIET, eventually
 from tests.scripted import ScriptedBackend, Stall, after, chat_json, chat_stream
 
+HERE = {"host": "localhost"}
 LEAST = '[policy]\nname = "least_load"\n'
 
 
@@ -165,13 +166,13 @@ async def test_the_admin_listener_reloads_and_says_what_is_wrong(file: File) -> 
     gateway = await file.start(QUIET + "[admin]\nport = 0\n")
     port = gateway.app.admin_port
     file.write(QUIET + "[admin]\nport = 0\n" + LEAST)
-    response = await ask(port, "/admin/reload", {}, method="POST")
+    response = await ask(port, "/admin/reload", {}, method="POST", headers=HERE)
     assert response.status == 200
     assert response.json == {"policy": gateway.app.config.policy_digest, "changed": ["policy"]}
-    shown = (await ask(port, "/admin/config")).json
+    shown = (await ask(port, "/admin/config", headers=HERE)).json
     assert (shown["policy"]["name"], shown["policy_digest"]) == ("least_load", response.json["policy"])
     file.write(QUIET + "[admin]\nport = 0\n[policy]\nname = 'nope'\n")
-    response = await ask(port, "/admin/reload", {}, method="POST")
+    response = await ask(port, "/admin/reload", {}, method="POST", headers=HERE)
     assert (response.status, response.json["error"]["code"]) == (409, "config_refused")
     assert "policy.name" in response.json["error"]["message"]
 
@@ -182,7 +183,7 @@ async def test_the_admin_listener_reloads_and_says_what_is_wrong(file: File) -> 
 async def test_a_request_is_explained_by_its_id(file: File) -> None:
     gateway = await file.start(QUIET + "[admin]\nport = 0\n")
     response = await gateway.chat("hello", headers={"x-request-id": "mine-1"})
-    story = (await ask(gateway.app.admin_port, "/admin/explain/mine-1")).json
+    story = (await ask(gateway.app.admin_port, "/admin/explain/mine-1", headers=HERE)).json
     (attempt,) = story["attempts"]
     assert (attempt["backend"], attempt["reason"]) == ("a", response.headers["x-tierline-reason"])
     (backend,) = attempt["backends"]
@@ -191,9 +192,9 @@ async def test_a_request_is_explained_by_its_id(file: File) -> None:
     assert attempt["unit"] == "s"
     gateway.app.pool.set_draining("a", True)
     await gateway.chat(headers={"x-request-id": "mine-2"})
-    (attempt,) = (await ask(gateway.app.admin_port, "/admin/explain/mine-2")).json["attempts"]
+    (attempt,) = (await ask(gateway.app.admin_port, "/admin/explain/mine-2", headers=HERE)).json["attempts"]
     assert attempt["backends"][0]["dropped"] == "draining"
-    missing = await ask(gateway.app.admin_port, "/admin/explain/other")
+    missing = await ask(gateway.app.admin_port, "/admin/explain/other", headers=HERE)
     assert (missing.status, missing.json["error"]["code"]) == (404, "request_not_found")
 
 

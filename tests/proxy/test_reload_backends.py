@@ -182,7 +182,7 @@ async def test_one_that_comes_back_while_it_leaves_has_never_been_away(
     assert (fleet.state("a"), before.in_flight) == ("healthy", 1)
     backend.release()
     assert (await running).events[-1] == "[DONE]"
-    await eventually(lambda: not gateway.app._leaving, "the end of its leaving")
+    await eventually(lambda: not gateway.app.farewell.waiting, "the end of its leaving")
     assert fleet.known() == ["a", "b"]
 
 
@@ -200,7 +200,7 @@ async def test_one_that_comes_back_changed_while_it_leaves_stays(
     gateway.app.reloader.reload("test")
     backend.release()
     assert (await running).events[-1] == "[DONE]"
-    await eventually(lambda: not gateway.app._leaving, "the end of its leaving")
+    await eventually(lambda: not gateway.app.farewell.waiting, "the end of its leaving")
     assert fleet.known() == ["b", "a"]
     assert fleet.state("a") == "healthy"
 

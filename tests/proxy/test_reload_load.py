@@ -107,7 +107,7 @@ async def test_fifty_reloads_under_load_fail_no_request_and_cut_no_stream(
             "backends", "policy", "server.keys", "health",
         }  # fmt: skip
         assert {record.outcome for record, _ in gateway.records.closed} == {Outcome.OK}
-        await eventually(lambda: not app._leaving, "the end of those that left")
+        await eventually(lambda: not app.farewell.waiting, "the end of those that left")
         configured = [backend.name for backend in app.config.backends]
         assert list(app.pool.backends) == list(app.pool.fleet.states) == configured
         assert sorted(app.health._watches) == sorted(configured)
