@@ -16,7 +16,7 @@ import logging
 import marshal
 import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from struct import Struct
 from typing import Any, cast
 
@@ -80,18 +80,20 @@ class Frames:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[Message]:
+    def feed(self, data: bytes) -> list[Message]:
         """The messages of what is whole."""
         if self._rest:
             data = self._rest + data
+        found: list[Message] = []
         at, end = 0, len(data)
         while end - at >= 4:
             (length,) = _LENGTH.unpack_from(data, at)
             if end - at - 4 < length:
                 break
-            yield from marshal.loads(memoryview(data)[at + 4 : at + 4 + length])
+            found += marshal.loads(memoryview(data)[at + 4 : at + 4 + length])
             at += 4 + length
         self._rest = data[at:]
+        return found
 
 
 def frame(messages: list[Message]) -> bytes:
@@ -161,7 +163,8 @@ class Channel(asyncio.Protocol):
         self._due = False
         out, self._out = self._out, []
         if out and self._transport is not None:
-            self._transport.write(frame(out))
+            body = marshal.dumps(out)
+            self._transport.write(_LENGTH.pack(len(body)) + body)
 
     def close(self) -> None:
         self.flush()

@@ -46,8 +46,10 @@ class Memory:
         self._stories: OrderedDict[str, Story] = OrderedDict()
 
     def keep(self, request_id: str, story: Story) -> None:
-        if any(len(trace.facts.prefix) > LONG for trace in story.traces):
-            story = replace(story, traces=tuple([_short(trace) for trace in story.traces]))
+        for trace in story.traces:
+            if len(trace.facts.prefix) > LONG:
+                story = replace(story, traces=tuple([_short(trace) for trace in story.traces]))
+                break
         self._stories[request_id] = story
         if len(self._stories) > self._most:
             self._stories.popitem(last=False)

@@ -112,7 +112,7 @@ class Gate:
         self._admission = Admission(fleet, router, params, rng)
         self._budget = Budget(retry or RetryParams())
         self._ids = count(1)
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self.waiters: dict[int, asyncio.Future[Answer]] = {}
         self._timer: Timer | None = None
         self._timer_at: float | None = None
 
@@ -124,11 +124,6 @@ class Gate:
         self._budget.params = retry
         self._admission.configure(self._clock.now(), router, params, names)
         self.pump()
-
-    @property
-    def crowded(self) -> bool:
-        """Somebody waits."""
-        return bool(self._waiting)
 
     def waiting(self) -> dict[tuple[str, int], int]:
         """(tier, priority) → how many are in line."""
@@ -162,7 +157,7 @@ class Gate:
         if isinstance(verdict, Wait):
             self._router.forget()
             answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-            self._waiting[id] = answer
+            self.waiters[id] = answer
             self._arm()
             return InLine(id, facts, verdict, answer)
         if isinstance(verdict, Go):
@@ -180,7 +175,7 @@ class Gate:
 
     def called(self, one: InLine) -> Pass | Refused:
         """Its wait is over (`answer` is done): what came of it."""
-        self._waiting.pop(one.id, None)
+        self.waiters.pop(one.id, None)
         verdict, trace = one.answer.result()
         if isinstance(verdict, Go):
             self._budget.sent(self._clock.now(), verdict.view.name)
@@ -188,7 +183,7 @@ class Gate:
 
     def leave(self, one: InLine) -> None:
         """It does not wait any more, in place of `called`."""
-        self._waiting.pop(one.id, None)
+        self.waiters.pop(one.id, None)
         if one.answer.done() and not one.answer.cancelled():
             if isinstance(one.answer.result()[0], Go):  # let in, and gone in the same moment
                 self.finish(one.id, Result(ok=False))
@@ -277,10 +272,10 @@ class Gate:
 
     def pump(self) -> None:
         """Wake those whose wait is over. Cheap when nobody waits."""
-        if not self._waiting:
+        if not self.waiters:
             return
         for id, verdict in self._admission.advance(self._clock.now()):
-            answer = self._waiting.get(id)
+            answer = self.waiters.get(id)
             assert not isinstance(verdict, Wait)
             if answer is not None and not answer.done():
                 answer.set_result((verdict, self._router.take(verdict.decision)))
@@ -291,7 +286,7 @@ class Gate:
 
     def _arm(self) -> None:
         """One timer, for the next wait that ends by itself."""
-        at = self._admission.next_event_at() if self._waiting else None
+        at = self._admission.next_event_at() if self.waiters else None
         if at == self._timer_at:
             return
         if self._timer is not None:

@@ -6,7 +6,7 @@ wanted: it travels packed, its scores made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from policies import Go, RequestFacts, Shed
@@ -43,10 +43,10 @@ def facts_out(facts: RequestFacts) -> Plain:
     )  # fmt: skip
 
 
-def facts_in(plain: Plain, tier_of: Callable[[str], Tier | None]) -> RequestFacts | None:
+def facts_in(plain: Plain, tiers: Mapping[str, Tier]) -> RequestFacts | None:
     """None: its tier is configured no more."""
     model, name, tokens, low, high, *rest = plain
-    tier = tier_of(name)
+    tier = tiers.get(name)
     return None if tier is None else RequestFacts(model, tier, ContextEstimate(tokens, low, high), *rest)
 
 
@@ -65,7 +65,7 @@ def go_out(go: Go) -> Plain:
 def go_in(name: str, reason: str, cached: float, forecast: Plain | None, drops: Plain) -> Go:
     """Of the view, what is asked of one that was chosen."""
     view = BackendView(name, cached_tokens=cached, forecast=None if forecast is None else Forecast(*forecast))
-    return Go(Decision(name, _REASONS[reason], _drops_in(drops)), view)
+    return Go(Decision(name, _REASONS[reason], _drops_in(drops) if drops else ()), view)
 
 
 def shed_out(shed: Shed) -> Plain:
@@ -77,7 +77,7 @@ def shed_in(reason: str, retry_after: int, drops: Plain) -> Shed:
 
 
 def _drops_in(drops: Plain) -> tuple[Drop, ...]:
-    return tuple([Drop(name, _DROPS[reason]) for name, reason in drops]) if drops else ()
+    return tuple([Drop(name, _DROPS[reason]) for name, reason in drops])
 
 
 def trace_out(trace: Trace | None) -> bytes | None:

@@ -161,7 +161,7 @@ class OwnerApp(App):
 
     def configure(self, config: Config) -> None:
         super().configure(config)
-        self._shared.config = config
+        self._shared.configure(config)
         self._all(Kind.CONFIG, pack(config))
         self._told = None
         self._mirror()
@@ -212,8 +212,23 @@ class OwnerApp(App):
             await self.clock.sleep(min(MOST_PAUSE, FIRST_PAUSE * 2 ** min(self._short, 10)))
         else:
             self._short = 0
+        while True:
+            try:
+                await self._spawn(index)
+                break
+            except OSError as error:
+                log.error("worker %d cannot be started: %s", index, error)
+                await self.clock.sleep(MOST_PAUSE)
         self._restarts += 1
-        await self._spawn(index)
+        new = self._children.get(index)
+        try:
+            async with self.clock.timeout_at(self.clock.now() + START_SECONDS):
+                if new is not None:
+                    await new.seat.started.wait()
+        except TimeoutError:
+            log.error("worker %d does not come to serve within %g s: killed", index, START_SECONDS)
+            if new is not None:
+                new.process.kill()  # its channel ends, and it is started again
 
     # -- connections
 

@@ -32,7 +32,6 @@ from proxy.owners import Owners
 from proxy.pool import Backend, Pool
 
 _NONE: frozenset[str] = frozenset()
-Then = Callable[[Any], None]
 
 
 class Link:
@@ -43,7 +42,7 @@ class Link:
         self.crowded = False
         """Somebody waited for a place when the owner last said so."""
         self._numbers = count(1)
-        self._asked: dict[int, Then] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._queued: dict[int, Callable[[Wait], None]] = {}
         self.lost = False
         self.handlers: dict[int, Callable[..., None]] = {
@@ -58,12 +57,14 @@ class Link:
         self.channel = Channel(clock, self.handlers, self._lost)
         self.say, self.mention = self.channel.say, self.channel.mention
 
-    def ask(self, then: Then, kind: int, *words: Any) -> int:
-        """`then` is called with the answer; with None when there is none to be had."""
+    def ask(self, then: Callable[[int, Any], None], kind: int, *words: Any) -> None:
+        """`then` is called with number and answer; None: there is none to be had."""
         number = next(self._numbers)
-        self._asked[number] = then
+        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda future: then(number, future.result()))
         self.say(kind, number, *words)
-        return number
+        if self.lost:
+            self._tell(number, None)
 
     async def answer(
         self, kind: int, *words: Any, queued: Callable[[Wait], None] | None = None
@@ -72,12 +73,9 @@ class Link:
         if self.lost:
             raise _stopping()
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def then(said: Any) -> None:
-            if not future.done():
-                future.set_result(said)
-
-        number = self.ask(then, kind, *words)
+        number = next(self._numbers)
+        self._asked[number] = future
+        self.say(kind, number, *words)
         if queued is not None:
             self._queued[number] = queued
         try:
@@ -87,7 +85,8 @@ class Link:
             self.say(Kind.GONE, number)
             raise
         finally:
-            self._queued.pop(number, None)
+            if queued is not None:
+                self._queued.pop(number, None)
         if self.lost:
             raise _stopping()
         if isinstance(said, ProxyError):
@@ -97,18 +96,21 @@ class Link:
     def _lost(self) -> None:
         self.lost = True
         asked, self._asked = self._asked, {}
-        for then in asked.values():
-            then(None)
+        for future in asked.values():
+            if not future.done():
+                future.set_result(None)
         self._gone()
 
     def _tell(self, number: int, said: Any) -> None:
-        then = self._asked.pop(number, None)
-        if then is not None:
-            then(said)
+        future = self._asked.pop(number, None)
+        if future is not None and not future.done():  # done: cancelled, and its task has not run since
+            future.set_result(said)
 
     def _go(self, number: int, *words: Any) -> None:
         self.crowded = words[6]
-        self._tell(number, words)
+        future = self._asked.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(words)
 
     def _shed(self, number: int, reason: str, after: int, drops: Any, trace: bytes | None) -> None:
         self._tell(number, Refused(shed_in(reason, after, drops), trace_in(trace)))
@@ -168,9 +170,11 @@ class RemoteGate(Gate):
         traced: bool = True,
     ) -> Pass | Refused:
         words = ident, traced, facts_out(facts), pinned
-        made = self._made(*await self._link.answer(Kind.ENTER, *words, queued=queued))
-        assert made is not None
-        return made
+        number, said = await self._link.answer(Kind.ENTER, *words, queued=queued)
+        if isinstance(said, Refused):
+            return said
+        trace = said[5]
+        return Pass(self, number, go_in(*said[:5]), None, None if trace is None else trace_in(trace))
 
     async def again(
         self,
@@ -195,11 +199,11 @@ class RemoteGate(Gate):
         tried: frozenset[str],
         ident: str = "",
     ) -> None:
-        def answered(said: Any) -> None:
+        def answered(number: int, said: Any) -> None:
             made = self._made(number, said)
             then(made if isinstance(made, Pass) else None)
 
-        number = self._link.ask(answered, Kind.BESIDE, ident, facts_out(facts), tuple(tried))
+        self._link.ask(answered, Kind.BESIDE, ident, facts_out(facts), tuple(tried))
 
     def _made(self, number: int, said: Any) -> Pass | Refused | None:
         if isinstance(said, ProxyError):  # of a second attempt beside the first

@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from policies import Decision, RequestFacts, Result, Shed, ShedReason
+from policies import Decision, RequestFacts, Result, Shed, ShedReason, Tier
 from policies.limits import NOTHING, Amount
 from policies.retry import Failure
 from proxy.channel import ASKS, Channel, Kind, Message, pack
@@ -50,6 +50,14 @@ class Shared:
     memory: Memory
     told: Callable[[Seat, Plain], None]
     page: Callable[[str], Awaitable[tuple[bytes, str]]]
+    tiers: dict[str, Tier] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.configure(self.config)
+
+    def configure(self, config: Config) -> None:
+        self.config = config
+        self.tiers = {name: tier.tier(name) for name, tier in config.tiers.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +115,9 @@ class Seat:
 
     def _facts(self, plain: Plain) -> tuple[RequestFacts, tuple[str, ...]] | None:
         """None: what it asks for is configured no more."""
-        config = self._shared.config
-        facts = facts_in(plain, config.tier)
-        route = config.routes.get(plain[0])
-        return None if facts is None or route is None else (facts, self._shared.pool.names(route))
+        shared = self._shared
+        facts, names = facts_in(plain, shared.tiers), shared.pool.places.get(plain[0])
+        return None if facts is None or names is None else (facts, names)
 
     def _enter(self, number: int, ident: str, traced: bool, plain: Plain, pinned: str | None) -> None:
         found = self._facts(plain)
@@ -134,13 +141,18 @@ class Seat:
     def _entered(self, number: int, ident: str, traced: bool, made: Pass | Refused, waited: float) -> None:
         if made.trace is not None:
             self._shared.memory.keep(ident, Story(self._shared.config.policy_digest, waited, (made.trace,)))
-        self._answer(number, made, traced)
+        if isinstance(made, Pass):
+            self._held[number] = made
+            trace = trace_out(made.trace) if traced else None
+            self.say(Kind.GO, number, *go_out(made.go), trace, bool(self._shared.gate.waiters))
+        else:
+            self._answer(number, made, traced)
 
     def _answer(self, number: int, made: Pass | Refused | None, traced: bool) -> None:
         if isinstance(made, Pass):
             self._held[number] = made
             trace = trace_out(made.trace) if traced else None
-            self.say(Kind.GO, number, *go_out(made.go), trace, self._shared.gate.crowded)
+            self.say(Kind.GO, number, *go_out(made.go), trace, bool(self._shared.gate.waiters))
         elif made is not None:
             self.say(Kind.SHED, number, *shed_out(made.shed), trace_out(made.trace) if traced else None)
         else:

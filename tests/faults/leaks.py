@@ -54,7 +54,7 @@ def counts(gateway: Gateway) -> Counts:
         "requests in hand": len(app.gateway.exchanges),
         "requests in the fleet": len(fleet._where),
         "waiting in line": sum(app.gate.waiting().values()),
-        "futures of the gate": len(app.gate._waiting),
+        "futures of the gate": len(app.gate.waiters),
         "waiting in admission's books": len(admission._waiting),
         "client connections in use": sum(
             getattr(c, "_current_request", None) is not None for c in app._server.connections

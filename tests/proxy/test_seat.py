@@ -94,7 +94,7 @@ class Rig:
     async def idle(self) -> None:
         """Nothing runs, nobody waits, nothing is held."""
         await self.until(lambda: not self.running and not any(seat.held for seat in self.seats))
-        assert not self.app.gate._waiting
+        assert not self.app.gate.waiters
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ async def test_what_a_worker_held_is_free_when_it_is_gone(make_rig: MakeRig) -> 
     await held_by(gate)
     waiting = asyncio.ensure_future(gate.enter(FACTS, NAMES, None, told([])))
     last = asyncio.ensure_future(held_by(other))
-    await rig.until(lambda: len(rig.app.gate._waiting) == 2)
+    await rig.until(lambda: len(rig.app.gate.waiters) == 2)
     link.channel._transport.abort()  # type: ignore[union-attr]  # kill -9
     made = await last
     assert rig.running == 1
