@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield made
 
 
-async def test_one_slot_is_given_once_and_comes_back_from_a_worker_that_is_killed(
+async def test_one_slot_is_given_once_comes_back_from_a_worker_that_is_killed_and_all_end_when_told_to(
     session: aiohttp.ClientSession,
 ) -> None:
     async with Backend() as backend, gateway_of(backend, QUEUE, slots=1) as gateway:
@@ -178,6 +178,10 @@ async def test_one_slot_is_given_once_and_comes_back_from_a_worker_that_is_kille
         assert gateway.running() == 0
         assert after["tierline_worker_restarts_total"] in (0, 1)
 
+        gateway.child.terminate()
+        assert await ends(gateway) == 0
+        assert not any(map(alive, new))
+
 
 async def test_a_new_policy_and_a_new_process_under_load_fail_nothing(session: aiohttp.ClientSession) -> None:
     async with Backend() as backend, gateway_of(backend) as gateway:
@@ -198,22 +202,13 @@ async def test_a_new_policy_and_a_new_process_under_load_fail_nothing(session: a
         assert "Traceback" not in gateway.complaints
 
 
-async def test_workers_whose_owner_is_killed_end_and_so_do_those_that_are_told_to_stop() -> None:
-    async with AsyncExitStack() as stack:
-        backend = await stack.enter_async_context(Backend())
-        gateway = await stack.enter_async_context(gateway_of(backend))
+async def test_workers_whose_owner_is_killed_end() -> None:
+    async with Backend() as backend, gateway_of(backend) as gateway:
         assert gateway.child is not None
         workers = children(gateway.child.pid)
         os.kill(gateway.child.pid, signal.SIGKILL)
         await until(lambda: not any(map(alive, workers)))
         await says(gateway, "the owner is gone")
-    async with Backend() as backend, gateway_of(backend) as gateway:
-        assert gateway.child is not None
-        workers = children(gateway.child.pid)
-        gateway.child.terminate()
-        assert await ends(gateway) == 0
-        assert not any(map(alive, workers))
-        assert "Traceback" not in gateway.complaints
 
 
 def alive(pid: int) -> bool:
