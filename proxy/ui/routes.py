@@ -160,7 +160,7 @@ class Ui:
     async def _latency(self, request: web.Request) -> Any:
         window = _one_of(request, "window", queries.WINDOWS, "1h")
         by = _one_of(request, "by", queries.GROUPS, "none")
-        now, fresh = self._from.clock.wall(), queries.WINDOWS[window][1] / 6
+        now, fresh = self._from.clock.wall(), queries.WINDOWS[window][1] / 2
         return await self._ask(
             lambda db: queries.latencies(db, now, window, by), ("latency", window, by), fresh
         )

@@ -282,7 +282,18 @@ def test_percentiles_of_a_step_are_exact(tmp_path: Path) -> None:
     with closing(store(tmp_path / "r.db", *map(one, range(1, 101)))) as db:
         found = queries.latencies(db, NOW, "10m", "none")
     assert [found["ttft"][""][share] for share in ("p50", "p95", "p99")] == [[50.0], [95.0], [99.0]]
-    assert found["requests"][""]["count"] == [100]
+    assert (found["requests"][""]["count"], found["every"]) == ([100], 1)
+
+
+def test_many_records_are_counted_all_and_sorted_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "MOST_SORTED", 10)
+    rows = [record(str(n), NOW - 5, stream=True, first_delta_at=10.0 + n) for n in range(1, 96)]
+    with closing(store(tmp_path / "r.db", *rows)) as db:
+        found = queries.latencies(db, NOW, "10m", "none")
+    assert (found["requests"][""]["count"], found["every"]) == ([95], 10)
+    assert found["ttft"][""]["p99"] == [90.0]
 
 
 @pytest.mark.parametrize("ago", [0, 1, 49, 50, 99, 100, 1000])

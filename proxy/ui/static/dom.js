@@ -107,8 +107,8 @@ export const card = (title, tools, ...children) =>
   el("section", { class: "card", "aria-label": title },
     el("div", { class: "head" }, el("h2", {}, title), tools), children);
 
-export function select(label, options, value, change, attributes = {}) {
-  const node = el("select", { ...attributes, onchange: () => change(node.value) });
+export function select(label, options, value, change) {
+  const node = el("select", { "aria-label": label, onchange: () => change(node.value) });
   choose(node, options, value);
   return Object.assign(el("label", {}, label, " ", node), { field: node });
 }

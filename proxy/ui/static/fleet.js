@@ -27,7 +27,7 @@ export function view(page) {
       text(cell, row.state);
       kind(cell, `dot ${STATES[row.state] ?? "bad"}`);
     } },
-    { title: "In flight", note: "engine: running + waiting", fill: (cell, row) => {
+    { title: "In flight", note: "engine: run + wait", fill: (cell, row) => {
       const p = parts(cell, () => ({ gauge: el("span"), below: el("small", { class: "below" }) }));
       gauge(p.gauge, row.in_flight / row.max_in_flight, `${row.in_flight} / ${row.max_in_flight}`);
       text(p.below, row.running === null ? "not polled" : `${row.running} + ${row.waiting ?? 0}`);

@@ -52,7 +52,8 @@ export function view(page) {
     ],
     load: (signal) => get("latency", { window: asked.window, by: asked.by }, signal),
     show(data) {
-      text(note, data.cut ? "The window holds more than 200,000 records: the latest of them are shown." : "");
+      text(note, [data.cut ? "More than 200,000 records: the latest of them are shown." : "",
+        data.every > 1 ? `Percentiles are of one record in ${data.every}.` : ""].join(" ").trim());
       draw(data);
     },
     problem: (error) => text(note, `${error.message}.`),

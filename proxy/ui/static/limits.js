@@ -14,7 +14,7 @@ export function view() {
       { title: "Of", head: true, fill: (cell, row) => text(cell, `${row.scope} ${row.name}`) },
       { title: "Limit", fill: (cell, row) => text(cell, WORDS[row.limit] ?? row.limit) },
       { title: "Used", fill: (cell, row) => gauge(cell, row.used / row.of, `${count(row.used)} / ${count(row.of)}`, 1, 0.8) },
-      { title: "All of it again in", n: true, fill: (cell, row) => text(cell, seconds(row.renewed_seconds)) },
+      { title: "All of it again in", n: true, fill: (cell, row) => text(cell, row.renewed_seconds === 0 ? "now" : seconds(row.renewed_seconds)) },
     ],
     { caption: "Limits", empty: "Nothing is limited, or nobody who is has asked yet.", key: (row) => `${row.scope} ${row.name} ${row.limit}` },
   );

@@ -79,13 +79,14 @@ function modelled({ before, after }, all) {
     ["per token, p95", "tpot95", seconds], ["wait, p95", "waited95", seconds], ["prompts cached", "cached", percent, true],
     ["turned away", "shed", count],
   ].map(([name, key, words, more]) => [name, words(before[key]), words(after[key]), change(before[key], after[key], more)]);
+  const moved = (one, other, words) => (words(one) === words(other) ? words(one) : `${words(one)} → ${words(other)}`);
   const each = before.backends.map((one, index) => [one, after.backends[index]]).map(([one, other]) => [
-    one.backend, count(one.requests), count(other.requests), seconds(one.ttft50), seconds(other.ttft50), seconds(one.ttft95), seconds(other.ttft95),
-    seconds(one.tpot50), seconds(other.tpot50), seconds(one.waited95), seconds(other.waited95),
+    one.backend, moved(one.requests, other.requests, count), moved(one.ttft50, other.ttft50, seconds), moved(one.ttft95, other.ttft95, seconds),
+    moved(one.tpot50, other.tpot50, seconds), moved(one.waited95, other.waited95, seconds),
   ]);
   return card("Modelled outcomes", el("span", { class: "note" }, `${all}; in force → tried`),
     table("Modelled outcomes", ["", "in force", "tried", "change"], rows),
-    table("Modelled outcomes by backend", ["Backend", "requests", "→", "first token", "→", "p95", "→", "per token", "→", "wait p95", "→"], each),
+    table("Modelled outcomes by backend", ["Backend", "requests", "first token", "p95", "per token", "wait p95"], each),
     el("p", { class: "note" }, "Recorded arrivals on simulated engines, under both policies: two models that compare, and neither is what happened."));
 }
 

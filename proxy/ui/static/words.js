@@ -3,6 +3,7 @@ const none = (value) => value === null || value === undefined || Number.isNaN(va
 
 export function seconds(value) {
   if (none(value)) return "–";
+  if (value === 0) return "0";
   if (value < 0.0095) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
   if (value < 9.995) return `${value.toFixed(2)} s`;
