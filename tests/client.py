@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import httptools
 
-DEADLINE = 5.0
+DEADLINE = 20.0
 
 
 @dataclass(slots=True)

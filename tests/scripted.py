@@ -67,7 +67,7 @@ from tests.answers import (
     whole,
 )
 
-DEADLINE = 5.0  # seconds that a test waits for something before it fails
+DEADLINE = 20.0  # seconds that a test waits for something before it fails
 
 __all__ = [
     "DONE",

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from multidict import CIMultiDict
 
 from policies.limits import MINUTE, Account, micros
 from proxy.errors import ChargedBy, Outcome
@@ -272,6 +273,9 @@ async def test_what_is_not_run_takes_no_tokens(make_gateway: MakeGateway, backen
     gateway = await make_gateway(backend, config=config, clock=FakeClock(), env=ENV)
     for path in ("/tokenize", "/v1/messages/count_tokens"):
         assert (await gateway.ask(path, chat("word " * 100), headers=KEY)).status == 200
+    caller = gateway.app.gateway.callers.find(CIMultiDict(KEY), 0.0)
+    assert caller is not None
+    gateway.app.gateway.owners.learn("resp_1", "a", caller.whose)
     assert (await gateway.ask("/v1/responses/resp_1", headers=KEY)).status == 200
     assert tokens_used(gateway) == 0
     await gateway.ask("/v1/embeddings", {"model": "tiny", "input": "word " * 100}, headers=KEY)
