@@ -102,7 +102,7 @@ class Connection:
     ) -> None:
         """Send a request; dicts are encoded as JSON."""
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        lines = {"host": "gateway", **(headers or {})}
+        lines = {"host": "localhost", **(headers or {})}
         if data or body is not None:
             lines.setdefault("content-type", "application/json")
         if "transfer-encoding" not in lines:
