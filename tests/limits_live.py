@@ -25,7 +25,7 @@ from aiohttp import web
 from proxy.clock import LoopClock
 from tests.agreement import client_session
 from tests.limits import KEYS, LIMITS, Backend, client, config, models
-from tests.real.server import free_port
+from tests.ports import free_port
 from tests.valkey import ValkeyServer
 
 ROOT = Path(__file__).parent.parent

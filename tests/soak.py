@@ -31,8 +31,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.ports import free_port
 from tests.real.gateway import GatewayProcess
-from tests.real.server import free_port
 from tests.sim.process import SimServer
 
 PLACES = 8

@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +45,7 @@ from tests.deploy_facts import (
     config_of,
     seconds,
 )
+from tests.ports import free_port
 from tests.real.llama import Unavailable, find_server
 
 # -- compose files -------------------------------------------------------------------------------------------
@@ -346,11 +346,6 @@ def test_the_build_is_sent_what_it_copies_and_no_keys() -> None:
     }
     assert sent == copied
     assert all((ROOT / name).exists() for name in copied)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_the_images_command_serves_its_healthcheck_tells_and_sigterm_ends_it(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,6 +22,7 @@ import trustme
 
 from proxy.errors import Outcome
 from tests.deploy_facts import DEPLOY, config_of
+from tests.ports import free_port
 from tests.proxy.conftest import CHAT, Gateway, chat, make_gateway
 from tests.scripted import DEADLINE, ScriptedBackend, Stall, WaitFor, chat_event, sse
 
@@ -35,11 +35,6 @@ def tool(name: str, package: str) -> str:
         assert not os.environ.get("TIERLINE_REQUIRE_TOOLS"), f"{name} is not installed (Debian: {package})"
         pytest.skip(f"{name} is not installed (Debian: {package})")
     return found
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def nginx_files(folder: Path, front: int, gateway: int) -> list[str]:

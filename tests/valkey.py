@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 DEADLINE = 10.0
 
 
@@ -33,9 +35,7 @@ class ValkeyServer:
     """`start` and `kill` as often as needed, on the same port; `stop` at the end."""
 
     def __init__(self, folder: Path, *options: str, remembers: bool = False) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._folder = folder
         keeps = ["--appendonly", "yes", "--appendfsync", "always"] if remembers else ["--appendonly", "no"]
         self._options = [*keeps, *options]

@@ -29,8 +29,9 @@ from tests.demo.picture import picture
 from tests.demo.study import study_fleet
 from tests.demo.table import LEGEND, PLAIN_WIDTH, Rows, Tail
 from tests.demo.traffic import Traffic
+from tests.ports import free_port
 from tests.real.child import POLL, Child, Deadline
-from tests.real.server import Unavailable, cache_folder, free_port
+from tests.real.server import Unavailable, cache_folder
 
 READY = 20.0  # seconds that the gateway has to see both backends
 LOOK = 0.1  # seconds between looks at the records

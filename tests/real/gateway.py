@@ -19,8 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.real.child import POLL, Deadline
-from tests.real.server import RealServer, free_port
+from tests.real.server import RealServer
 
 Record = dict[str, Any]
 

@@ -11,8 +11,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.real.llama import make_model
-from tests.real.server import RealServer, Unavailable, free_port
+from tests.real.server import RealServer, Unavailable
 
 VARIABLE = "TIERLINE_LLAMA_CPP_PYTHON"
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import tempfile
 import time
 import urllib.error
@@ -187,14 +186,6 @@ async def until(count: int, running: Callable[[], int], within: float) -> float:
             raise AssertionError(f"still {now} running after {within:g} s, not {count}")
         await asyncio.sleep(POLL)
     return time.monotonic() - started
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def cache_folder() -> Path:

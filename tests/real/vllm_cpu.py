@@ -20,8 +20,9 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Literal
 
+from tests.ports import free_port
 from tests.real.llama import make_model
-from tests.real.server import RealServer, Unavailable, cache_folder, free_port
+from tests.real.server import RealServer, Unavailable, cache_folder
 
 VERSION = "0.32.0"
 TORCH = "2.13.0"  # the very one that the wheel was built for, as its build for CPUs

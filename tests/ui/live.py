@@ -24,9 +24,9 @@ from proxy.recordstore import RecordStore
 from tests.demo.__main__ import answers
 from tests.demo.study import study_fleet
 from tests.demo.traffic import Traffic
+from tests.ports import free_port
 from tests.proxy.test_recordstore import made, record
 from tests.real.child import POLL, Child, Deadline
-from tests.real.server import free_port
 
 KEY = "the-admin-key"
 SCRIPT = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
