@@ -35,10 +35,10 @@ from proxy.hedging import Ended, Leg, Race, may_repeat
 from proxy.intake import known_caller, read_body
 from proxy.limiter import Grant
 from proxy.pool import Backend
-from proxy.record import Measures, Record
+from proxy.record import Measures, Record, is_sound
 from proxy.refusals import failure_of, fault_error, turned_away, unreachable, wrong_with
 from proxy.relay import Relay
-from proxy.toolcheck import is_sound, violations
+from proxy.toolcheck import violations
 from proxy.upstream import Headers, UpstreamConnection
 from proxy.wire.answers import read_answer
 from proxy.wire.coerce import Toolset

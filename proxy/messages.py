@@ -59,12 +59,13 @@ def go_out(go: Go) -> Plain:
     forecast = None if f is None else (f.queue, f.prefill, f.tpot, f.decode, f.harm, f.demotion)
     reason = _REASON_WORDS[decision.reason] if decision.reason is not None else ""
     drops = drops_out(decision) if decision.drops else ()
-    return view.name, reason, view.cached_tokens, forecast, drops
+    return view.name, reason, view.cached_tokens, view.in_flight, forecast, drops
 
 
-def go_in(name: str, reason: str, cached: float, forecast: Plain | None, drops: Plain) -> Go:
+def go_in(name: str, reason: str, cached: float, in_flight: int, forecast: Plain | None, drops: Plain) -> Go:
     """Of the view, what is asked of one that was chosen."""
-    view = BackendView(name, cached_tokens=cached, forecast=None if forecast is None else Forecast(*forecast))
+    expected = None if forecast is None else Forecast(*forecast)
+    view = BackendView(name, cached_tokens=cached, in_flight=in_flight, forecast=expected)
     return Go(Decision(name, _REASONS[reason], _drops_in(drops) if drops else ()), view)
 
 

@@ -327,3 +327,11 @@ def tool_counts(record: Record) -> dict[str, int]:
     if record.schema_violations:
         counts["schema_violations"] = record.schema_violations
     return counts
+
+
+def is_sound(counts: Counters | None, violated: int) -> bool | None:
+    """Whether every tool call of an answer came right by itself; None: there was none."""
+    if counts is None or not counts.calls():
+        return None
+    wrong = counts.cut + counts.failures + counts.duplicates + counts.suspected + counts.undeclared
+    return not wrong + violated + counts.repaired_syntax + counts.repaired_arguments

@@ -20,7 +20,17 @@ from typing import Any
 
 import orjson
 
-from proxy.record import MAX_TEXT, Measures, Record, continuation, failures, hedge, text, tool_counts
+from proxy.record import (
+    MAX_TEXT,
+    Measures,
+    Record,
+    continuation,
+    failures,
+    hedge,
+    is_sound,
+    text,
+    tool_counts,
+)
 
 COLUMNS = (
     "time", "kind", "figures", "request_id", "model", "tier_asked", "tier", "backend", "tenant", "key", "outcome",
@@ -38,9 +48,11 @@ KIND = ("outcome", "tier_asked", "tier", "backend", "model", "tenant", "key")
 TIMES = (
     "ttft_seconds", "chunk_gap_p50_seconds", "chunk_gap_p99_seconds", "tpot_seconds", "e2e_seconds", "queue_wait_seconds",
 )  # fmt: skip
-NUMBERS = ("prompt_tokens", "completion_tokens", "cached_tokens", "context", "in_flight", "attempts")
+NUMBERS = ("prompt_tokens", "completion_tokens", "cached_tokens", "context", "in_flight", "attempts", "tools")
 FIGURES = Struct(f"<{len(TIMES)}H{len(NUMBERS)}I")
-"""What is packed: times as their `tick`, then numbers."""
+"""What is packed: times as their `tick`, then numbers. tools: one of NO_CALLS, UNSOUND, SOUND (`record.is_sound`)."""
+
+NO_CALLS, UNSOUND, SOUND = 0, 1, 2
 
 NO_TICK, NO_NUMBER = 2**16 - 1, 2**32 - 1
 """In the place of what there is not."""
@@ -118,6 +130,7 @@ def row(record: Record, derived: Measures) -> Row:
         packed = orjson.dumps([text(value) for value in rest])
         ident, model = str(text(ident)), None if model is None else str(text(model))
     trouble = counts = None
+    tools = NO_CALLS
     if r.failures or r.continuation is not None or r.hedge is not None:
         parts = (failures(r) or None, continuation(r), hedge(r))
         trouble = orjson.dumps(
@@ -125,6 +138,8 @@ def row(record: Record, derived: Measures) -> Row:
         ).decode()
     if r.tool_counts is not None or r.history_repairs is not None or r.schema_violations:
         counts = orjson.dumps(found).decode() if (found := tool_counts(r)) else None
+        sound = is_sound(r.tool_counts, r.schema_violations)
+        tools = NO_CALLS if sound is None else SOUND if sound else UNSOUND
     prompt, completion, cached = r.prompt_tokens, r.completion_tokens, r.cached_tokens
     context = r.prompt_tokens_estimate if prompt is None else prompt
     ticks = (
@@ -135,7 +150,7 @@ def row(record: Record, derived: Measures) -> Row:
     numbers = (
         NO_NUMBER if prompt is None else prompt, NO_NUMBER if completion is None else completion,
         NO_NUMBER if cached is None else cached, NO_NUMBER if context is None else context,
-        NO_NUMBER if r.in_flight is None else r.in_flight, r.attempts,
+        NO_NUMBER if r.in_flight is None else r.in_flight, r.attempts, tools,
     )  # fmt: skip
     try:
         figures = FIGURES.pack(*ticks, *numbers)

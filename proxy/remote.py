@@ -107,7 +107,7 @@ class Link:
             future.set_result(said)
 
     def _go(self, number: int, *words: Any) -> None:
-        self.crowded = words[6]
+        self.crowded = words[7]
         future = self._asked.pop(number, None)
         if future is not None and not future.done():
             future.set_result(words)
@@ -173,8 +173,8 @@ class RemoteGate(Gate):
         number, said = await self._link.answer(Kind.ENTER, *words, queued=queued)
         if isinstance(said, Refused):
             return said
-        trace = said[5]
-        return Pass(self, number, go_in(*said[:5]), None, None if trace is None else trace_in(trace))
+        trace = said[6]
+        return Pass(self, number, go_in(*said[:6]), None, None if trace is None else trace_in(trace))
 
     async def again(
         self,
@@ -209,7 +209,7 @@ class RemoteGate(Gate):
         if isinstance(said, ProxyError):  # of a second attempt beside the first
             return None
         if isinstance(said, tuple):
-            return Pass(self, number, go_in(*said[:5]), None, trace_in(said[5]))
+            return Pass(self, number, go_in(*said[:6]), None, trace_in(said[6]))
         assert said is None or isinstance(said, Refused)
         return said
 

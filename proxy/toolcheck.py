@@ -16,7 +16,6 @@ from typing import Any
 
 from proxy.wire.coerce import Toolset
 from proxy.wire.toolcalls import FinishedCall
-from proxy.wire.toolevents import Counters
 
 MAX_STEPS = 10_000
 """Keywords and members looked at for one call: some ten milliseconds."""
@@ -123,11 +122,3 @@ def _refuse(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[
 @cache
 def _judge() -> _Judge:
     return _Judge()
-
-
-def is_sound(counts: Counters | None, violated: int) -> bool | None:
-    """Whether every tool call of an answer came right by itself; None: there was none."""
-    if counts is None or not counts.calls():
-        return None
-    wrong = counts.cut + counts.failures + counts.duplicates + counts.suspected + counts.undeclared
-    return not wrong + violated + counts.repaired_syntax + counts.repaired_arguments

@@ -16,18 +16,16 @@ import sqlite3
 import sys
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from proxy.recordrow import COLUMNS, FIGURES, KIND, NO_NUMBER, NO_TICK, NUMBERS, TIMES, plain
+from proxy.recordrow import COLUMNS, FIGURES, KIND, NO_NUMBER, NO_TICK, NUMBERS, SOUND, TIMES, UNSOUND, plain
 from proxy.report.promise import Columns, Promises
 from proxy.report.source import Window, opened
-from proxy.toolcheck import is_sound
-from proxy.wire.toolevents import Counters
 
 FETCH = 10_000
 TOGETHER = 500_000
@@ -148,7 +146,6 @@ def _part(question: Question, low: int, high: int) -> Found:
     try:
         with opened(question.path) as db:
             _count(db, where, question, found)
-            _tools(db, where, question, found)
             _trouble(db, where, question, found)
             if question.slowest:
                 found.slowest = _slowest(db, where, question.slowest)
@@ -258,6 +255,8 @@ def _sums(outcome: str, tier: str | None, columns: Columns, promises: Promises) 
     told = zip(columns["prompt_tokens"], columns["cached_tokens"], strict=True)
     sums.cacheable_tokens = sum([p for p, c in told if c != NO_NUMBER != p])
     sums.retries = sum(columns["attempts"]) - sum(map(bool, columns["attempts"]))
+    sums.tool_sound = columns["tools"].count(SOUND)
+    sums.tool_answers = sums.tool_sound + columns["tools"].count(UNSOUND)
     sums.offered, sums.met = promises.judge(tier, outcome, columns)
     return sums
 
@@ -285,41 +284,24 @@ def context_bin(tokens: int) -> int:
     return sum(tokens >= edge for edge in CONTEXT_EDGES)
 
 
-def _texts(db: sqlite3.Connection, sql: str, question: Question) -> Iterator[tuple[str, int, Group]]:
-    """Each text of a group, and how many rows have it."""
+def _trouble(db: sqlite3.Connection, where: str, question: Question, found: Found) -> None:
+    """What went wrong on the way, of the few requests where something did."""
     counted: Counter[tuple[Any, ...]] = Counter()
     of_kind: dict[int, int] = {}
+    sql = f"SELECT trouble, {_key(question)} FROM requests WHERE {where} AND trouble IS NOT NULL"
     for text, kind, row, *more in db.execute(sql):
         counted[text, kind, *more] += 1
         of_kind[kind] = row
     reader = _Reader(db, question)
     for (text, kind, *more), times in counted.items():
-        yield text, times, reader.read(kind, of_kind[kind], more)[2]
-
-
-def _tools(db: sqlite3.Connection, where: str, question: Question, found: Found) -> None:
-    sql = f"SELECT tool_counts, {_key(question)} FROM requests WHERE {where} AND tool_counts IS NOT NULL"
-    for text, times, group in _texts(db, sql, question):
-        counts: dict[str, int] = orjson.loads(text)
-        seen = Counters(**{name: n for name, n in counts.items() if name in Counters.__slots__})
-        sound = is_sound(seen, counts.get("schema_violations", 0))
-        if sound is not None:
-            more = Sums(tool_answers=times, tool_sound=times * sound)
-            found.groups[group].add(more)
-
-
-def _trouble(db: sqlite3.Connection, where: str, question: Question, found: Found) -> None:
-    sql = f"SELECT trouble, {_key(question)} FROM requests WHERE {where} AND trouble IS NOT NULL"
-    for text, times, group in _texts(db, sql, question):
+        sums = found.groups[reader.read(kind, of_kind[kind], more)[2]]
         trouble: dict[str, Any] = orjson.loads(text)
-        more = Sums()
         if trouble.get("continuation"):
-            more.continuations[trouble["continuation"]["ending"]] = times
+            sums.continuations[trouble["continuation"]["ending"]] += times
         if trouble.get("hedge"):
-            more.hedges[trouble["hedge"]["outcome"]] = times
+            sums.hedges[trouble["hedge"]["outcome"]] += times
         for failed in trouble.get("failures") or ():
             found.failures[failed["backend"], failed["failure"]] += times
-        found.groups[group].add(more)
 
 
 def _slowest(db: sqlite3.Connection, where: str, count: int) -> list[tuple[float, dict[str, Any]]]:

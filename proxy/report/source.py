@@ -69,7 +69,7 @@ def records(path: Path, window: Window) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Of the records of a window: the first and the last id, and when the first and the last was accepted, seconds since
+    """The first and the last id there is, and when the first and the last record of a window was accepted: seconds since
     the epoch."""
 
     low: int
@@ -81,6 +81,9 @@ class Extent:
 def extent(path: Path, window: Window) -> Extent | None:
     """None: there are no records. Raises BadStore."""
     with opened(path) as db:
-        sql = f"SELECT min(id), max(id), min(time), max(time) FROM requests WHERE {window.where()}"
-        found = db.execute(sql).fetchone()
-    return None if found[0] is None else Extent(*found)
+        low, high = db.execute("SELECT min(id), max(id) FROM requests").fetchone()
+        if low is None:
+            return None
+        sql = f"SELECT min(time), max(time) FROM requests WHERE {window.where()}"
+        first, last = db.execute(sql).fetchone()
+    return None if first is None else Extent(low, high, first, last)

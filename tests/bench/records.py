@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from random import Random
 
-from proxy.recordrow import FIGURES, NO_TICK, REST, Row, kind_of, tick
+from proxy.recordrow import FIGURES, NO_CALLS, NO_TICK, REST, SOUND, UNSOUND, Row, kind_of, tick
 from proxy.recordstore import RecordStore
 
 END = 1_790_000_000.0
@@ -69,7 +69,8 @@ def made(count: int, seconds: float = 86_400.0, seed: int = 7) -> Iterator[Row]:
         ticks = [tick(value) for value in times]
         if failed:
             ticks[3] = NO_TICK
-        figures = FIGURES.pack(*ticks, prompt, tokens, cached, prompt, beside, 2 if retried else 1)
+        judged = NO_CALLS if called is None else UNSOUND if "xml" in called else SOUND
+        figures = FIGURES.pack(*ticks, prompt, tokens, cached, prompt, beside, 2 if retried else 1, judged)
         outcome, key = "upstream_cut" if failed else "ok", number % 40
         named = (outcome, tier, tier, backend, "Qwen3.6-27B", f"team-{key % 6}", f"tl-{key:06d}")
         yield (

@@ -148,6 +148,7 @@ def test_of_a_go_everything_that_is_asked_is_the_same(forecast: Forecast | None)
         DROPS,
     )
     assert (found.view.name, found.view.forecast, found.view.cached_tokens) == ("a", forecast, 32.0)
+    assert found.view.in_flight == 3
 
 
 def test_a_refusal_is_the_same() -> None:

@@ -31,12 +31,14 @@ from proxy.recordrow import (
     KEYS,
     KIND,
     MAX_TEXT,
+    NO_CALLS,
     NO_NUMBER,
     NO_TICK,
     NUMBERS,
     REST,
     TIMES,
     TROUBLE,
+    UNSOUND,
     Row,
     plain,
     row,
@@ -177,6 +179,7 @@ def test_the_figures_are_what_was_measured_to_a_tick() -> None:
     for one in (full(), record("bare")):
         numbers = FIGURES.unpack(made(one)[COLUMNS.index("figures")])
         values = {**said(one), "context": 100 if one.prompt_tokens else None}
+        values["tools"] = UNSOUND if one.tool_counts else NO_CALLS
         for name, number in zip((*TIMES, *NUMBERS), numbers, strict=True):
             if values[name] is None:
                 assert number == (NO_TICK if name in TIMES else NO_NUMBER), name
@@ -190,7 +193,7 @@ def test_rest_and_columns_share_no_key_and_lose_none() -> None:
     assert set(COLUMNS) & set(REST) == set()
     ours = {"kind", "context", "figures", "trouble", "rest"}
     assert {*COLUMNS, *REST, *TROUBLE} == {*KEYS, *ours}
-    assert {*KIND, *TIMES, *NUMBERS} <= {*COLUMNS}
+    assert {*KIND, *TIMES, *NUMBERS} - {"tools"} <= {*COLUMNS}
 
 
 @pytest.mark.parametrize(
