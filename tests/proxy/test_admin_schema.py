@@ -39,7 +39,7 @@ KEY = {"authorization": "Bearer sk-test"}
     [
         pytest.param("--phases fuzzing,stateful --max-examples 4", id="some"),
         pytest.param(
-            "--phases coverage,fuzzing,stateful --max-examples 100", id="all", marks=pytest.mark.slow
+            "--phases coverage,fuzzing,stateful --max-examples 40", id="all", marks=pytest.mark.slow
         ),
     ],
 )

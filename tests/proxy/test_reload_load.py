@@ -36,7 +36,9 @@ def draw(rng: Random, urls: list[str]) -> str:
     names = rng.sample("abcd", rng.randint(1, 3))
     text = '[server]\nport = 0\n[admin]\nenabled = false\n[telemetry]\nrecords = "off"\n[models.tiny]\n'
     text += rng.choice(POLICIES)
-    text += f"[health]\ninterval = {rng.choice(('0.05', '0.2', '5.0'))}\n"
+    # The long streams stand still for as long as the load takes: on a slow machine longer than any usual limit.
+    text += "[timeouts]\ngap = 3000.0\ntotal = 3600.0\n"
+    text += f"[health]\nstuck_seconds = 0\ninterval = {rng.choice(('0.05', '0.2', '5.0'))}\n"
     others = [f"other-{number}" for number in rng.sample(range(5), rng.randint(0, 3))]
     for name in ("ours", *others):
         key = KEY if name == "ours" else name
