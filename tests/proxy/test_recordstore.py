@@ -217,6 +217,12 @@ def test_what_a_client_or_a_backend_made_up_costs_no_record(
     assert len(found[1]) <= MAX_TEXT
 
 
+@pytest.mark.parametrize("count", [1, 8, 9, 128, 129, 512, 513, 1100])
+def test_rows_are_written_together_and_keep_their_order(store: RecordStore, path: str, count: int) -> None:
+    store([made(record(str(n))) for n in range(count)])
+    assert ids(path) == [str(n) for n in range(count)]
+
+
 # -- the file ------------------------------------------------------------------------------------------------
 
 
